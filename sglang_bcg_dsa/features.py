@@ -1,0 +1,60 @@
+"""Which features run on this host: configuration, seams and plugins put together.
+
+Contract: pure; imports neither torch nor the host. A feature that was demanded
+(``enabled = true``) and cannot run is ``refused``; one left to "auto" that no plugin supplies is
+``native``. The engine's seams belong to no feature of their own; they count for those that use
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pluggy
+
+from sglang_bcg_dsa.config import FEATURES, Config
+from sglang_bcg_dsa.errors import HostMismatch, StartupError
+from sglang_bcg_dsa.records import Feature, State
+from sglang_bcg_dsa.seams import SeamSet
+
+WORKING_RELEASES = "0.5.16, 0.5.17, 0.5.20, 0.5.23"
+
+
+def decide(config: Config, seams: SeamSet, manager: pluggy.PluginManager) -> tuple[Feature, ...]:
+    """The state of every feature, in the order of the configuration's tables."""
+    offers = {offer.name: offer for offer in manager.hook.bcg_feature(config=config, seams=seams) if offer}
+    return tuple(_state(config, seams, name, offers) for name in FEATURES)
+
+
+def _state(config: Config, seams: SeamSet, name: str, offers: Mapping[str, Feature]) -> Feature:
+    asked = config.enabled(name)
+    if asked is False:
+        return Feature(name, State.OFF, f"[{name}] enabled = false")
+    if missing := seams.missing([name]):
+        return Feature(name, State.REFUSED, f"{len(missing)} seams do not fit this SGLang")
+    offer = offers.get(name)
+    if offer is not None:
+        return offer
+    if asked is True:
+        return Feature(name, State.REFUSED, f"[{name}] enabled = true, but this release of the plugin does not supply it")
+    return Feature(name, State.NATIVE, "left to SGLang by this release of the plugin")
+
+
+def require(features: Sequence[Feature], seams: SeamSet, host: str) -> None:
+    """Raise, naming every seam or feature, when something that was asked for is refused."""
+    refused = [f for f in features if f.state is State.REFUSED]
+    missing = seams.missing([*(f.name for f in refused), "flag"])
+    if missing:
+        listing = "\n".join(f"  {m.key}: {m}" for m in missing)
+        raise HostMismatch(
+            f"{host} lacks {len(missing)} of the seams this plugin needs:\n{listing}\n"
+            f"Releases that fit: {WORKING_RELEASES}. Install one of them, for example "
+            "'pip install sglang==0.5.23', or take bcg_dsa out of --plugins"
+        )
+    if refused:
+        raise StartupError("; ".join(f"feature {f.name} is refused: {f.reason}" for f in refused))
+
+
+def as_state(features: Sequence[Feature]) -> dict[str, str]:
+    """Feature states in builtin types: what ranks compare and /server_info shows."""
+    return {f.name: f.state.value for f in features}

@@ -1,0 +1,191 @@
+"""Builtin feature ``audit``: ranks compare what they run, and a rank that stalls is named.
+
+Contract: before the first vote every rank has seen every other's plugin version, feature states,
+reasons and ladder, and a difference has stopped the start. A rank that waits for the others'
+votes longer than ``audit.stall_seconds`` asks them where they are; each that still can answers
+and logs its Python stacks; the waiting rank logs who is missing and stops the server. A thread on
+every rank does this, over the key-value store and not over a collective. A rank that merely does
+not vote, because nothing is asked of it, is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from sglang_bcg_dsa import __version__
+from sglang_bcg_dsa.config import Config
+from sglang_bcg_dsa.errors import StartupError
+from sglang_bcg_dsa.exchange import Missing, differences, publish_and_collect
+from sglang_bcg_dsa.hooks import hookimpl
+from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.progress import Progress
+from sglang_bcg_dsa.reasons import ReasonTable
+from sglang_bcg_dsa.records import Feature, State
+from sglang_bcg_dsa.seams import SeamSet
+
+logger = logging.getLogger(__name__)
+
+_START = "sglang_bcg_dsa/start"
+_STALL = "sglang_bcg_dsa/stall"
+_ANSWER_SECONDS = 2.0
+"""How long a stalled rank waits for the others' positions; their threads wake within half of it."""
+
+
+class AuditFeature:
+    """The exchange at start and the watchdog."""
+
+    name = "audit"
+
+    def __init__(self, progress: Progress, features: Callable[[], dict[str, Any]]) -> None:
+        self._progress = progress
+        self._features = features
+        self._exchanged = False
+
+    # ------------------------------------------------------------------ plugin hooks
+
+    @hookimpl
+    def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
+        return Feature(self.name, State.SUPPLIED, "SGLang does not compare its ranks and does not name a stalled one")
+
+    @hookimpl
+    def bcg_install(self, config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
+        self._settings = config.audit
+        self._table = reasons
+        installer.around("runner.capture", self.on_capture)
+        installer.after("scheduler.ready", self.on_ready)
+
+    # ------------------------------------------------------------------ start-up
+
+    def on_capture(self, original: Callable[..., Any], runner: Any) -> Any:
+        """Compare with the other ranks before the first capture: captures hold collectives."""
+        if not runner.model_runner.is_draft_worker:
+            self._exchange(tuple(sorted(runner.capture_num_tokens)))
+        return original(runner)
+
+    def on_ready(self, result: Any, scheduler: Any) -> None:
+        """The scheduler is built. Ranks without graphs have not compared yet."""
+        self._exchange(())
+        import torch.distributed as dist
+
+        if dist.get_world_size() > 1:
+            threading.Thread(target=self._watch, name="bcg-dsa-watchdog", daemon=True).start()
+
+    def _exchange(self, ladder: tuple[int, ...]) -> None:
+        if self._exchanged:
+            return
+        self._exchanged = True
+        import torch.distributed as dist
+
+        world = dist.get_world_size()
+        if world == 1:
+            return
+        rank = dist.get_rank()
+        record = {
+            "plugin version": __version__,
+            "reasons": list(self._table.names),
+            "ladder": list(ladder),
+            **self._features(),
+        }
+        store = dist.group.WORLD.get_group_store()
+        try:
+            records = publish_and_collect(
+                store, _START, rank, world, record, self._settings.exchange_seconds
+            )
+        except Missing as missing:
+            who = ", ".join(map(str, missing.ranks))
+            raise _stop(
+                f"rank {who} did not say what it runs within {self._settings.exchange_seconds:g} s (rank {rank} "
+                "waited). Most likely the plugin is not active there: install sglang-bcg-dsa on that node and name "
+                "it in --plugins there too"
+            ) from None
+        if lines := differences(records):
+            raise _stop("the ranks do not run the same: " + " | ".join(lines))
+        if rank == 0:
+            logger.info("sglang-bcg-dsa: %d ranks agree on version, features, reasons and ladder", world)
+
+    # ------------------------------------------------------------------ watchdog
+
+    def _watch(self) -> None:
+        """The watchdog's thread. It acts only while a vote is overdue."""
+        import torch.distributed as dist
+
+        limit, progress = self._settings.stall_seconds, self._progress
+        store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
+        while True:
+            time.sleep(min(limit / 4, _ANSWER_SECONDS / 2))
+            if not progress.step or progress.seconds <= limit:
+                continue
+            if progress.voting:
+                self._report_stall(store, rank, dist.get_world_size())
+                return
+            if store.check([f"{_STALL}/asked"]):
+                # Another rank waits for us, and will stop the server.
+                store.set(f"{_STALL}/{rank}", json.dumps({"where": progress.describe()}))
+                logger.critical(
+                    "sglang-bcg-dsa: rank %d %s, and other ranks wait for it. Its stacks:\n%s",
+                    rank, progress.describe(), _stacks(),
+                )  # fmt: skip
+                return
+
+    def _report_stall(self, store: Any, rank: int, world: int) -> None:
+        mine = self._progress.describe()
+        where = {rank: mine}
+        try:
+            store.set(f"{_STALL}/asked", "1")
+            records = publish_and_collect(store, _STALL, rank, world, {"where": mine}, _ANSWER_SECONDS)
+            where = {other: str(record["where"]) for other, record in enumerate(records)}
+        except Missing as missing:
+            for other in range(world):
+                if other in missing.ranks:
+                    where[other] = "does not answer: it is stopped, dead or holds the interpreter"
+                elif other != rank:
+                    where[other] = str(json.loads(store.get(f"{_STALL}/{other}"))["where"])
+        except Exception as error:  # the store lives in rank 0's process; without it only our own position is known
+            where[0 if rank else 1] = f"cannot be asked ({type(error).__name__}: {error})"
+        logger.critical(
+            "sglang-bcg-dsa: no vote for %g s: %s. Stopping the server. Stacks of rank %d:\n%s",
+            self._settings.stall_seconds,
+            "; ".join(f"rank {other} {text}" for other, text in sorted(where.items())),
+            rank,
+            _stacks(),
+        )
+        _bring_down()
+
+
+def _stop(message: str) -> StartupError:
+    """A start-up error raised inside the scheduler, where SGLang does not print SystemExit."""
+    error = StartupError(message)
+    logger.critical("%s", error)
+    _notify_parent()
+    return error
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+def _notify_parent() -> None:
+    """Tell the launching process, as SGLang's schedulers do when they fail."""
+    os.kill(os.getppid(), signal.SIGQUIT)
+
+
+def _bring_down() -> None:
+    """End the server from a thread while the main thread may be stuck in a collective."""
+    logging.shutdown()
+    _notify_parent()
+    time.sleep(1.0)
+    os._exit(1)

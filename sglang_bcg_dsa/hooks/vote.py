@@ -1,0 +1,270 @@
+"""Builtin feature ``vote``: one predicate behind the scheduler's vote and the forward-time check.
+
+Contract: a rank-local reason to run eagerly reaches a decision only through the vote. Where there
+is a group, the forward-time check may not say no after the group said yes: such a contradiction
+stops this rank, naming both sides, before it can leave the others in a collective. Decode votes
+are the host's and are not touched. A draft model's runner neither votes nor is counted.
+
+Adapters run on the scheduler's thread and never touch a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_bcg_dsa import hostfacts, reasons, vote
+from sglang_bcg_dsa.buckets import bucket_for
+from sglang_bcg_dsa.config import Config
+from sglang_bcg_dsa.errors import LockstepError, StartupError, VetoError
+from sglang_bcg_dsa.hooks import hookimpl
+from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.predicate import RunnerFacts, reasons_against
+from sglang_bcg_dsa.progress import Progress
+from sglang_bcg_dsa.reasons import ReasonTable
+from sglang_bcg_dsa.records import BatchView, Feature, Forward, State
+from sglang_bcg_dsa.seams import SeamSet, resolve, resolve_owner
+
+logger = logging.getLogger(__name__)
+
+Hooks = Any
+"""pluggy's hook relay; its calls are generated."""
+
+
+class Step:
+    """What this rank knows of the scheduler step in flight. Owned by :class:`VoteFeature`."""
+
+    __slots__ = ("adapter_us", "batch", "number", "verdict")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.batch: Any = None
+        self.verdict: vote.Verdict | None = None
+        self.adapter_us = 0.0
+
+
+class VoteFeature:
+    """The vote, the forward-time check, and the record of each prefill forward."""
+
+    name = "vote"
+
+    def __init__(self, hooks: Hooks, progress: Progress) -> None:
+        self._hooks = hooks
+        self._progress = progress
+        self.step = Step()
+        self.runner: RunnerFacts | None = None
+        self._enable_lora = False
+
+    # ------------------------------------------------------------------ plugin hooks
+
+    @hookimpl
+    def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
+        if "runner.local" in seams:
+            return Feature(self.name, State.EXTENDED, "takes over SGLang's vote and adds the reasons to it")
+        return Feature(self.name, State.SUPPLIED, "SGLang votes on the forward mode alone; the plugin adds the rest")
+
+    @hookimpl
+    def bcg_install(self, config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
+        self._seams = seams
+        self._reasons = reasons
+        self._ballot = seams.field("vote.ballot")
+        self._rows = seams.field("vote.rows")
+        self._verdict_flag = seams.field("forward.verdict")
+        self._host_has_predicate = "runner.local" in seams
+        self._columns = probe_columns(seams)
+        self._get_parallel = resolve(seams["parallel.attention_tp"])
+        self._vetoed = bool(self._hooks.bcg_replay_veto.get_hookimpls())
+        installer.around("vote.batch", self.on_batch)
+        installer.around("vote.gather", self.on_gather)
+        installer.around("forward.decide", self.on_decide)
+        installer.after("runner.init", self.on_runner)
+
+    # ------------------------------------------------------------------ schedule time
+
+    def on_batch(self, original: Callable[..., Any], adapter: Any, local_batch: Any) -> Any:
+        """A rank is about to vote on ``local_batch`` (None when it has nothing to run)."""
+        with self._voting_on(local_batch):
+            return original(adapter, local_batch)
+
+    @contextmanager
+    def _voting_on(self, batch: Any) -> Iterator[None]:
+        step = self.step
+        step.number += 1
+        step.batch, step.verdict, step.adapter_us = batch, None, 0.0
+        try:
+            yield
+        finally:
+            step.batch = None
+
+    def on_gather(self, original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any) -> None:
+        """Write this rank's vote into its row, let the host gather, read all votes."""
+        start = time.perf_counter()
+        against = self._against(info)
+        if against:
+            setattr(info, self._ballot, False)
+        prefill = bool(info.is_extend_in_batch)
+        info.is_extend_in_batch = vote.encode(prefill, against)
+        before = time.perf_counter()
+        with self._progress.in_vote():
+            original(info, *args, **kwargs)
+        after = time.perf_counter()
+        if info.is_extend_in_batch:
+            self._conclude(info)
+        self.step.adapter_us += (before - start + time.perf_counter() - after) * 1e6
+
+    def _against(self, info: Any) -> int:
+        """This rank's reasons against replaying its batch; idle ranks have none."""
+        batch = self.step.batch
+        host_yes = bool(getattr(info, self._ballot))
+        if batch is None or batch.forward_mode.is_idle():
+            return 0 if host_yes else reasons.NO_GRAPH_RUNNER
+        facts = hostfacts.of_schedule_batch(
+            batch, info.num_tokens, self._alignment(), self.runner, convertible=host_yes
+        )
+        against = reasons_against(facts, self.runner)
+        if facts.prefill and self._vetoed:
+            against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), batch))
+        return against or (0 if host_yes else self._unexplained())
+
+    def _conclude(self, info: Any) -> None:
+        """Read the gathered votes, once some rank prefills."""
+        column = self._columns
+        rows = getattr(info, self._rows)
+        votes = [
+            vote.decode(rank, row[column["tokens"]], row[column["prefill"]], bool(row[column["ballot"]]))
+            for rank, row in enumerate(rows.tolist())
+        ]
+        ladder = self.runner.ladder if self.runner is not None else ()
+        verdict = vote.tally(self.step.number, votes, ladder, self._alignment())
+        if verdict.against:
+            # The reasons were ours to read; later readers of the rows expect 0 or 1.
+            rows[:, column["prefill"]].clamp_(max=1)
+        if verdict.replay != bool(getattr(info, self._ballot)):
+            raise LockstepError(
+                f"step {verdict.step}: SGLang reduced the votes to {getattr(info, self._ballot)}, but they say "
+                f"{verdict.replay}: {vote.describe(verdict, self._reasons)}; the vote did not reach all ranks"
+            )
+        self.step.verdict = verdict
+        self._hooks.bcg_verdict(verdict=verdict)
+
+    # ------------------------------------------------------------------ forward time
+
+    def on_decide(self, original: Callable[..., Any], runner: Any, forward_batch: Any) -> bool:
+        """The forward-time check. Returns whether this forward replays."""
+        if self.runner is None or not is_ours(runner):
+            return bool(original(runner, forward_batch))
+        start = time.perf_counter()
+        grouped = forward_batch.global_num_tokens_cpu is not None
+        agreed = not grouped or bool(getattr(forward_batch, self._verdict_flag))
+        facts = hostfacts.of_forward_batch(forward_batch, self.runner, runner._has_inactive_dp_rank(forward_batch))
+        against = reasons_against(facts, self.runner)
+        if not grouped:
+            self.step.number += 1
+            self.step.verdict, self.step.adapter_us = None, 0.0
+            if self._vetoed and facts.prefill:
+                against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), forward_batch))
+        if agreed and not against and self._host_has_predicate and not original(runner, forward_batch):
+            against = self._unexplained()
+        if grouped and agreed and against & ~reasons.HIDDEN_MODE:
+            raise self._contradiction(against)
+        replay = agreed and not against
+        self.step.adapter_us += (time.perf_counter() - start) * 1e6
+        if not replay and self.step.verdict is not None:
+            against |= self.step.verdict.against
+        self._report(forward_batch, facts.num_tokens, replay, against)
+        return replay
+
+    def _report(self, forward_batch: Any, run: int, replay: bool, against: int) -> None:
+        verdict = self.step.verdict
+        tokens = run
+        if verdict is not None:
+            tokens = verdict.votes[self._rank()].tokens
+        bucket = self._bucket(run) if replay else None
+        self._hooks.bcg_forward(
+            forward=Forward(replay, against, tokens, bucket or run, bucket, verdict, self.step.adapter_us)
+        )
+
+    def _contradiction(self, against: int) -> LockstepError:
+        verdict = self.step.verdict
+        said = vote.describe(verdict, self._reasons) if verdict is not None else "votes unknown"
+        message = (
+            f"rank {self._rank()}: the group agreed to replay step {self.step.number}"
+            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but rank {self._rank()} may not: "
+            f"{self._reasons.text(against)}. Votes: {said}. Stopping here: an eager rank would leave the others "
+            "waiting in their next collective"
+        )
+        logger.critical("sglang-bcg-dsa: %s", message)
+        return LockstepError(message)
+
+    # ------------------------------------------------------------------ start-up
+
+    def on_runner(self, result: Any, runner: Any, model_runner: Any) -> None:
+        """A prefill runner captured its graphs; note what they can serve."""
+        if not is_ours(runner):
+            return
+        self.runner = hostfacts.of_runner(runner, self._seams)
+        self._enable_lora = bool(getattr(runner, "enable_lora", False))
+        logger.info(
+            "sglang-bcg-dsa: prefill graphs for %d buckets, %d to %d tokens",
+            len(self.runner.ladder), self.runner.ladder[0], self.runner.ladder[-1],
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ small helpers
+
+    def _vetoes(self, view: BatchView) -> int:
+        mask = 0
+        for reason in self._hooks.bcg_replay_veto(batch=view):
+            try:
+                mask |= self._reasons.bit(reason)
+            except KeyError:
+                raise VetoError(
+                    f"a plugin vetoed with the reason {reason!r}, which no plugin declared; known: "
+                    f"{', '.join(self._reasons.owners) or 'none'}; declare it in bcg_reasons"
+                ) from None
+        return mask
+
+    def _unexplained(self) -> int:
+        """The host said no and the predicate did not: name what is most likely."""
+        if self.runner is None:
+            return reasons.NO_GRAPH_RUNNER
+        return reasons.LORA if self._enable_lora else reasons.HOST
+
+    def _bucket(self, tokens: int) -> int | None:
+        return bucket_for(tokens, self.runner.ladder) if self.runner is not None else None
+
+    def _alignment(self) -> int:
+        return int(self._get_parallel().attn_tp_size)
+
+    def _rank(self) -> int:
+        return int(self._get_parallel().attn_dp_rank)
+
+
+def is_ours(runner: Any) -> bool:
+    """Whether a prefill runner is the target model's and replays breakable graphs."""
+    return not runner.model_runner.is_draft_worker and runner.prefill_backend_name == "breakable"
+
+
+def probe_columns(seams: SeamSet) -> dict[str, int]:
+    """Where the host puts tokens, prefill flag and ballot in the gathered row.
+
+    A row of marked values is built with the host's own code, so a release that adds or moves
+    columns needs no new table. Raises StartupError when a mark does not come back.
+    """
+    cls = resolve_owner(seams["vote.gather"])
+    names = {"tokens": "num_tokens", "prefill": "is_extend_in_batch", "ballot": seams.field("vote.ballot")}
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    marks = {name: 1001 + i for i, name in enumerate(needed)}
+    row = cls(**marks)._get_local_tensor(device="cpu").tolist()
+    columns = {}
+    for role, name in names.items():
+        if row.count(marks.get(name)) != 1:
+            raise StartupError(
+                f"{cls.__qualname__} does not gather {name} in a column of its own (row {row}); "
+                "this SGLang is not supported by the vote feature: set [vote] enabled = false"
+            )
+        columns[role] = row.index(marks[name])
+    return columns

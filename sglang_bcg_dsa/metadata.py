@@ -1,0 +1,139 @@
+"""The metadata contract: what captured kernels read by address is refreshed in place.
+
+Contract: every field of a metadata dataclass has one of four policies.
+
+========== =====================================================================================
+``COPY``   a captured kernel reads it by address: contents are copied in place; shape, dtype and
+           device must be those of capture; None stays None
+``REBIND`` read only inside breaks: the captured object gets the live value
+``EQUAL``  configuration: must compare equal at capture and replay
+``DERIVED`` computed in the graph from other fields: left alone
+========== =====================================================================================
+
+A field without a policy stops at construction, so a host release that adds a field is found at
+start. :meth:`Contract.refresh` checks everything before it writes anything, copies with one
+multi-tensor launch per dtype, and never reads a tensor's values on the host.
+
+Not promised: that a policy is right. A field declared ``REBIND`` that a captured kernel reads goes
+stale; the tape (``sglang_bcg_dsa.testing``) shows that as a wrong result on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_bcg_dsa.errors import MetadataError
+
+
+class Policy(enum.Enum):
+    """How one field is carried from a live batch into captured metadata."""
+
+    COPY = "copy"
+    REBIND = "rebind"
+    EQUAL = "equal"
+    DERIVED = "derived"
+
+
+class Contract:
+    """The policies of one metadata dataclass; a nested dataclass has a Contract for its policy."""
+
+    def __init__(self, cls: type, policies: Mapping[str, Policy | Contract]) -> None:
+        """Raises MetadataError unless ``policies`` names exactly the fields of ``cls``."""
+        if not dataclasses.is_dataclass(cls):
+            raise MetadataError(f"{cls.__qualname__} is not a dataclass; the contract needs declared fields")
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if unclassified := sorted(fields - policies.keys()):
+            raise MetadataError(
+                f"{cls.__qualname__}.{unclassified[0]} has no policy"
+                + (f" (nor have {', '.join(unclassified[1:])})" if unclassified[1:] else "")
+                + "; decide whether captured kernels read it (copy) or only breaks do (rebind)"
+            )
+        if unknown := sorted(policies.keys() - fields):
+            raise MetadataError(f"{cls.__qualname__} has no field {unknown[0]}; remove its policy")
+        self.cls = cls
+        self._policies = dict(policies)
+
+    def refresh(self, captured: Any, live: Any) -> None:
+        """Bring ``captured``, whose addresses a graph holds, to the values of ``live``.
+
+        Both are instances of the dataclass. Raises MetadataError, naming the field, before
+        anything is written. ``live`` is not changed and may be dropped afterwards.
+        """
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        rebinds: list[tuple[Any, str, Any]] = []
+        self._plan(captured, live, self.cls.__qualname__, copies, rebinds)
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for into, source in copies:
+            targets, sources = by_dtype.setdefault(into.dtype, ([], []))
+            targets.append(into)
+            sources.append(source)
+        for targets, sources in by_dtype.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for owner, name, value in rebinds:
+            setattr(owner, name, value)
+
+    def _plan(
+        self,
+        captured: Any,
+        live: Any,
+        path: str,
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+        rebinds: list[tuple[Any, str, Any]],
+    ) -> None:
+        for side, value in (("captured", captured), ("live", live)):
+            if not isinstance(value, self.cls):
+                raise MetadataError(f"{path}: {side} metadata is {type(value).__name__}, expected {self.cls.__name__}")
+        for name, policy in self._policies.items():
+            old, new, where = getattr(captured, name), getattr(live, name), f"{path}.{name}"
+            if policy is Policy.DERIVED:
+                continue
+            if policy is Policy.REBIND:
+                rebinds.append((captured, name, new))
+            elif policy is Policy.EQUAL:
+                if not _same(old, new):
+                    raise MetadataError(f"{where} is {new!r}, but {old!r} was captured; it must be the same")
+            elif (old is None) != (new is None):
+                raise MetadataError(
+                    f"{where} is {_kind(new)}, but {_kind(old)} was captured; a captured kernel would read "
+                    "the old contents"
+                )
+            elif old is None:
+                continue
+            elif isinstance(policy, Contract):
+                policy._plan(old, new, where, copies, rebinds)
+            else:
+                _check_copy(where, old, new)
+                if old.data_ptr() != new.data_ptr():
+                    copies.append((old, new))
+
+
+def _check_copy(where: str, old: Any, new: Any) -> None:
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        raise MetadataError(f"{where} has the policy copy but is {_kind(new)} (captured: {_kind(old)})")
+    for what in ("shape", "dtype", "device"):
+        if getattr(old, what) != getattr(new, what):
+            raise MetadataError(
+                f"{where} has {what} {_plain(getattr(new, what))}, but {_plain(getattr(old, what))} was captured"
+            )
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Equality without reading tensor values: a tensor equals only itself."""
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return old is new
+    return bool(old == new)
+
+
+def _plain(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {_plain(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,272 @@
+"""The seam table: every place in SGLang this plugin touches or reads, and the check of it.
+
+Contract: this module alone knows SGLang's dotted names. A row says what is used, how, why, on
+which releases it was run, and when it can go. Rows with the same key are variants of one seam:
+the first that fits the installed host is used. Releases are named for people; capabilities
+decide. Nothing is registered before every seam of an enabled feature fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang_bcg_dsa.source import Absent, function_in, given_to_instances, names_in, parameters
+
+_PREFILL = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+_DP = "sglang.srt.managers.scheduler_components.dp_attn"
+_BATCH = "sglang.srt.managers.schedule_batch"
+_FORWARD = "sglang.srt.model_executor.forward_batch_info"
+_BCG = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+_ALL = "0.5.16, 0.5.23"
+
+
+class Kind(enum.Enum):
+    """How a seam is used, and so what has to fit."""
+
+    HOOK = "hook"
+    """Wrapped through HookRegistry: leading parameters must have these names, in this order."""
+    CALL = "call"
+    """Called or subclassed by us: these parameter names must be accepted."""
+    ATTRIBUTE = "attribute"
+    """A field, property, method or ``self`` attribute that instances of the class have."""
+    VALUE = "value"
+    """A name in a module."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One row. ``path`` is ``module:qualified.name``; ``params`` as ``kind`` says."""
+
+    key: str
+    feature: str
+    kind: Kind
+    path: str
+    why: str
+    remove_when: str
+    params: tuple[str, ...] = ()
+    hosts: str = _ALL
+    optional: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module part of the path."""
+        return self.path.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The qualified name inside the module."""
+        return self.path.partition(":")[2]
+
+    @property
+    def target(self) -> str:
+        """The dotted path as HookRegistry wants it."""
+        return self.path.replace(":", ".")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """A seam that does not fit: every variant that was tried, and what was found instead."""
+
+    key: str
+    feature: str
+    tried: tuple[tuple[Seam, str], ...]
+
+    def __str__(self) -> str:
+        return "; or ".join(f"{seam.path}: {found}" for seam, found in self.tried)
+
+
+def _rows(feature: str, remove_when: str, *rows: tuple[Any, ...]) -> list[Seam]:
+    """Rows of one feature that go for the same reason: (key, kind, path, why[, params[, hosts[, optional]]])."""
+    return [
+        Seam(key, feature, kind, path, why, remove_when, *rest) for key, kind, path, why, *rest in rows
+    ]
+
+
+_NO_REASONS = "SGLang's vote carries reasons and its forward-time check reports them"
+_NO_COUNTS = "SGLang reports coverage, reasons and buckets of prefill graphs"
+_NO_AUDIT = "SGLang compares its ranks' configuration and stops on a contradicted verdict"
+_RUNNER = f"{_PREFILL}:PrefillCudaGraphRunner"
+
+SEAMS: tuple[Seam, ...] = (
+    *_rows(
+        "flag",
+        "SGLang has a --plugins flag of its own",
+        ("flag.declare", Kind.HOOK, "sglang.srt.server_args:ServerArgs.add_cli_args",
+         "adds --plugins and --bcg-dsa-config to the command line and to --config files", ("parser",)),
+        ("flag.take", Kind.HOOK, "sglang.srt.server_args:ServerArgs.from_cli_args",
+         "acts on the flags before SGLang resolves its arguments", ("cls", "args")),
+    ),
+    *_rows(
+        "vote",
+        _NO_REASONS,
+        ("vote.batch", Kind.HOOK, f"{_DP}:SchedulerDPAttnAdapter.prepare_mlp_sync_batch",
+         "the batch this rank is about to vote on", ("self", "local_batch")),
+        ("vote.gather", Kind.HOOK, f"{_DP}:MLPSyncBatchInfo.all_gather",
+         "this rank's vote goes out and all ranks' votes come back", ("self", "device", "group")),
+        ("vote.row", Kind.CALL, f"{_DP}:MLPSyncBatchInfo._get_local_tensor",
+         "the order of the gathered columns is probed once with marked values", ("self", "device")),
+        ("vote.ballot", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.can_run_prefill_cuda_graph",
+         "this rank's yes or no, and the host's own reduction of all", (), "0.5.23"),
+        ("vote.ballot", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.can_run_breakable_cuda_graph",
+         "this rank's yes or no, and the host's own reduction of all", (), "0.5.16"),
+        ("vote.prefill", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.is_extend_in_batch",
+         "the column in which the reasons ride: the host only asks whether any is not zero"),
+        ("vote.tokens", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.num_tokens", "tokens of this rank"),
+        ("vote.rows", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.tp0_info_cpu",
+         "the gathered rows of all DP ranks", (), "0.5.23"),
+        ("vote.rows", Kind.ATTRIBUTE, f"{_DP}:MLPSyncBatchInfo.tp0_info",
+         "the gathered rows of all DP ranks", (), "0.5.16"),
+        *(
+            (f"vote.fact.{name}", Kind.ATTRIBUTE, f"{_BATCH}:ScheduleBatch.{name}", "a fact of the predicate")
+            for name in ("forward_mode", "input_embeds", "replace_embeds", "prefix_lens", "return_logprob",
+                         "spec_info", "seq_lens_cpu", "multimodal_inputs", "batch_size")
+        ),
+        ("forward.decide", Kind.HOOK, f"{_RUNNER}.can_run_graph",
+         "the forward-time check, an adapter over the same predicate as the vote", ("self", "forward_batch")),
+        ("forward.verdict", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.can_run_dp_prefill_cuda_graph",
+         "the group's verdict as the host carries it to the forward", (), "0.5.23"),
+        ("forward.verdict", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.can_run_dp_breakable_cuda_graph",
+         "the group's verdict as the host carries it to the forward", (), "0.5.16"),
+        *(
+            (f"forward.fact.{name}", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.{name}", "a fact of the predicate")
+            for name in ("forward_mode", "input_ids", "input_embeds", "replace_embeds", "extend_prefix_lens_cpu",
+                         "capture_hidden_mode", "return_logprob", "global_num_tokens_cpu", "batch_size",
+                         "seq_lens_cpu", "contains_mm_inputs")
+        ),
+        ("runner.init", Kind.HOOK, f"{_RUNNER}.__init__",
+         "what this rank's graphs can serve, read once after capture; draft runners are passed over",
+         ("self", "model_runner")),
+        *(
+            (f"runner.fact.{name}", Kind.ATTRIBUTE, f"{_RUNNER}.{name}", "a fact of the captured graphs")
+            for name in ("capture_num_tokens", "capture_hidden_mode", "has_mha_companion_layers",
+                         "prefill_backend_name", "model_runner")
+        ),
+        ("runner.local", Kind.CALL, f"{_RUNNER}.can_replay_locally",
+         "the host's own rank-local predicate: probed once, so that ours names what it refuses",
+         ("batch_size", "num_tokens", "prefix_lens", "return_logprob"), "0.5.23", True),
+        ("runner.inactive", Kind.CALL, f"{_RUNNER}._has_inactive_dp_rank",
+         "whether a rank of the group stays out of this forward", ("forward_batch",)),
+        ("runner.padding", Kind.VALUE, f"{_PREFILL}:_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR",
+         "the largest padding the host accepts"),
+        ("parallel.attention_tp", Kind.CALL, "sglang.srt.runtime_context:get_parallel",
+         "token counts are aligned to the attention-TP size before they are padded"),
+    ),
+    *_rows(
+        "explain",
+        _NO_COUNTS,
+        ("forward.replay", Kind.HOOK, f"{_RUNNER}.execute", "counts replays, buckets and padding",
+         ("self", "forward_batch")),
+        ("forward.eager", Kind.HOOK, "sglang.srt.model_executor.runner.eager_runner:EagerRunner.execute",
+         "counts eager prefills, also where there is no graph runner to ask", ("self", "forward_batch")),
+        ("runner.capture_one", Kind.HOOK, f"{_RUNNER}.capture_one_shape", "capture seconds of each bucket",
+         ("self", "size")),
+        ("scheduler.state", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.get_internal_state",
+         "publishes the counters under /server_info", ("self", "recv_req")),
+    ),
+    *_rows(
+        "audit",
+        _NO_AUDIT,
+        ("runner.capture", Kind.HOOK, f"{_RUNNER}.capture",
+         "ranks compare features and ladder here: all have just left a barrier, none has captured", ("self",)),
+        ("scheduler.ready", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.init_dp_attn_adapter",
+         "the last step of start-up: every hook is verified here, and ranks without graphs compare", ("self",)),
+    ),
+    *_rows(
+        "engine",
+        "SGLang's break decorator takes a capture stub, a barrier and owned inputs on every host",
+        ("engine.current", Kind.VALUE, f"{_BCG}.breakable_cuda_graph:_current_capture_var",
+         "the capture in progress on this thread"),
+        ("engine.end", Kind.CALL, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture._end_current_segment",
+         "ends the segment before a break"),
+        ("engine.begin", Kind.CALL, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture._begin_new_segment",
+         "begins the segment after a break"),
+        ("engine.graph", Kind.ATTRIBUTE, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture.cuda_graph",
+         "the graph that takes the break"),
+        ("engine.breaks", Kind.ATTRIBUTE, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraph._break_fns",
+         "the list of breaks, in order"),
+        ("engine.region", Kind.CALL, f"{_BCG}.context:is_in_breakable_cuda_graph",
+         "whether the running forward is warmed up, captured or replayed as a breakable graph"),
+    ),
+)
+
+
+class SeamSet:
+    """The seams of one installed host: which variant fits each key, and what does not fit."""
+
+    def __init__(self, fitting: dict[str, Seam], mismatches: Sequence[Mismatch]) -> None:
+        self._fitting = fitting
+        self.mismatches = tuple(mismatches)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._fitting
+
+    def __getitem__(self, key: str) -> Seam:
+        return self._fitting[key]
+
+    def of(self, feature: str) -> tuple[Seam, ...]:
+        """The fitting seams of one feature."""
+        return tuple(s for s in self._fitting.values() if s.feature == feature)
+
+    def missing(self, features: Iterable[str]) -> tuple[Mismatch, ...]:
+        """The mismatches that stop any of these features."""
+        wanted = set(features)
+        return tuple(m for m in self.mismatches if m.feature in wanted)
+
+    def field(self, key: str) -> str:
+        """The attribute name that an ATTRIBUTE seam has on this host."""
+        return self._fitting[key].path.rpartition(".")[2]
+
+
+def examine(table: Sequence[Seam] = SEAMS) -> SeamSet:
+    """Check every row against the installed host's source. Imports and changes nothing."""
+    fitting: dict[str, Seam] = {}
+    tried: dict[str, list[tuple[Seam, str]]] = {}
+    for seam in table:
+        if seam.key in fitting:
+            continue
+        try:
+            _fit(seam)
+        except Absent as found:
+            tried.setdefault(seam.key, []).append((seam, str(found)))
+        else:
+            fitting[seam.key] = seam
+    mismatches = [
+        Mismatch(key, attempts[0][0].feature, tuple(attempts))
+        for key, attempts in tried.items()
+        if key not in fitting and not all(seam.optional for seam, _ in attempts)
+    ]
+    return SeamSet(fitting, mismatches)
+
+
+def resolve(seam: Seam) -> Any:
+    """The object a seam names now, wrappers included. Imports the host's module."""
+    return getattr(resolve_owner(seam), seam.name.rpartition(".")[2])
+
+
+def resolve_owner(seam: Seam) -> Any:
+    """The class or module that holds what a seam names. Imports the host's module."""
+    found: Any = importlib.import_module(seam.module)
+    for name in seam.name.split(".")[:-1]:
+        found = getattr(found, name)
+    return found
+
+
+def _fit(seam: Seam) -> None:
+    """Raise Absent, saying what is there instead, unless the seam fits."""
+    owner, _, last = seam.name.rpartition(".")
+    if seam.kind is Kind.VALUE:
+        if last not in names_in(seam.module):
+            raise Absent(f"no {last} in {seam.module}")
+        return
+    if seam.kind is Kind.ATTRIBUTE:
+        if last not in given_to_instances(seam.module, owner):
+            raise Absent(f"{owner} has no {last}")
+        return
+    found = parameters(function_in(seam.module, seam.name))
+    fits = found[: len(seam.params)] == seam.params if seam.kind is Kind.HOOK else set(seam.params) <= set(found)
+    if not fits:
+        raise Absent(f"parameters are ({', '.join(found)}), expected ({', '.join(seam.params)}, ...)")

@@ -1,0 +1,100 @@
+"""Tiny models for the real server: a ``config.json`` each, weights are seeded at load.
+
+Start the server with ``--load-format dummy --skip-tokenizer-init``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+ModelKind = Literal["dense", "moe", "mla"]
+
+VOCABULARY = 2048
+
+_COMMON: dict[str, Any] = {
+    "torch_dtype": "float32",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_OWN: dict[ModelKind, dict[str, Any]] = {
+    "dense": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+    },
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    # One dense layer, then two with a shared expert and experts routed by group: DeepSeek-V3's shape.
+    "mla": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "rope_theta": 10000.0,
+        # The host's model reads it without asking whether it is there.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+
+def write_model(directory: Path, kind: ModelKind) -> Path:
+    """Write the ``config.json`` of a model of this kind into ``directory`` and return the directory."""
+    if kind not in get_args(ModelKind):
+        raise ValueError(f"unknown model kind {kind!r}: expected one of {', '.join(_OWN)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**_COMMON, **_OWN[kind]}, indent=2))
+    return directory

@@ -1,0 +1,131 @@
+"""An out-of-tree SGLang platform: this machine's CPU, with torch's native operators.
+
+Two entry points, both named `NAME`: `activate` (group ``sglang.srt.platforms``) and `register` (group
+``sglang.srt.plugins``). They are not in this package's metadata, where SGLang would offer them to every
+server: `write_distribution` makes a metadata folder to put on ``PYTHONPATH`` of the processes that
+want them, together with ``SGLANG_PLATFORM=bcg_tape_cpu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_bcg_dsa.testing.settings import TapeSettings
+
+NAME = "bcg_tape_cpu"
+DISTRIBUTION = "sglang-bcg-dsa-tape-cpu"
+
+
+def activate() -> str:
+    """Entry point of ``sglang.srt.platforms``: where the platform class is."""
+    return f"{__name__}:TapeCpuPlatform"
+
+
+def register() -> None:
+    """Entry point of ``sglang.srt.plugins``: `SystemExit` when the platform cannot be set up.
+
+    Anything less SGLang would log and swallow, and serve a half-patched model.
+    """
+    try:
+        _register()
+    except Exception as error:
+        raise SystemExit(f"sglang_bcg_dsa.testing: the CPU platform cannot be set up: {error!r}") from error
+
+
+def _register() -> None:
+    from sglang_bcg_dsa.testing import overrides
+
+    settings = TapeSettings.from_env()
+    _offer_attention_backend(overrides.BACKEND)
+    # The launching process only parses arguments; hooking there would import the model code for
+    # nothing. A child has imported the scheduler already if it is to run one.
+    if multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules:
+        overrides.apply(settings)
+
+
+def _offer_attention_backend(name: str) -> None:
+    from sglang.srt import server_args
+
+    if name in server_args.ATTENTION_BACKEND_CHOICES:
+        return
+    add = getattr(server_args, "add_attention_backend_choices", None)
+    if add is None:
+        from sglang.srt.arg_groups.choices import add_attention_backend_choices as add
+    add([name])
+
+
+@functools.cache
+def _platform_class() -> type:
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    from sglang_bcg_dsa.testing.overrides import BACKEND
+
+    class TapeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+        """Out of tree, so that the host neither looks for its CPU kernels nor for vLLM's."""
+
+        _enum = PlatformEnum.OOT
+        device_name = device_type = "cpu"
+
+        def get_default_attention_backend(self) -> str:
+            return BACKEND
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def is_pin_memory_available(self, device: Any = None) -> bool:
+            return False
+
+    if hasattr(SRTPlatform, "get_kv_pool_cls"):
+        return TapeCpuPlatform
+
+    class TapeCpuPlatformWithPools(TapeCpuPlatform):
+        """For hosts (0.5.16) that ask an out-of-tree platform for each pool instead of defaulting."""
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_mla_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+            class Pool(MLATokenToKVPool):  # type: ignore[misc]
+                """The host hands an out-of-tree pool one argument more than its own pool takes."""
+
+                def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
+                    if index_head_dim is not None:
+                        raise NotImplementedError("the CPU platform has no pool for a sparse indexer")
+                    super().__init__(*args, **kwargs)
+
+            return Pool
+
+        def get_paged_allocator_cls(self) -> type:
+            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+            return PagedTokenToKVPoolAllocator
+
+    return TapeCpuPlatformWithPools
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TapeCpuPlatform":
+        return _platform_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def write_distribution(directory: Path) -> Path:
+    """Write the metadata folder into ``directory`` (to go on ``PYTHONPATH``) and return its path."""
+    folder = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(
+        f"[sglang.srt.platforms]\n{NAME} = {__name__}:activate\n\n"
+        f"[sglang.srt.plugins]\n{NAME} = {__name__}:register\n"
+    )
+    return folder

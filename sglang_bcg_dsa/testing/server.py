@@ -1,0 +1,328 @@
+"""Start the real SGLang server on this machine's CPU, talk to it, and leave nothing behind.
+
+Contract of `running_server`: it yields when every scheduler answers; it raises `ServerDied` with the
+log's last meaningful lines when the server ends or does not come up in time; and when it is left, for
+whatever reason, no process of the server is alive. Standard library only: the server may run in another
+interpreter than the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_bcg_dsa.testing import platform
+from sglang_bcg_dsa.testing.settings import TapeSettings
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ServerDied(RuntimeError):
+    """The server ended by itself, or did not answer in time; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What server to start.
+
+    ``graphs`` off: the same server, eager. ``env`` and ``extra_args`` come last and win. Directories in
+    ``python_path`` go before this package on ``PYTHONPATH``.
+    """
+
+    model: Path
+    python: Path = Path(sys.executable)
+    tp: int = 1
+    dp: int = 1
+    dp_attention: bool = False
+    graphs: bool = True
+    ladder: tuple[int, ...] = (16, 32, 64)
+    chunked_prefill_size: int | None = None
+    fault: str = ""
+    max_total_tokens: int = 4096
+    max_running_requests: int = 8
+    extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    python_path: tuple[Path, ...] = ()
+    start_timeout: float = 180.0
+
+    @property
+    def ranks(self) -> int:
+        """Scheduler processes."""
+        return self.tp if self.dp_attention else self.tp * self.dp
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+        argv = [str(self.python), "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "float32"]
+        argv += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--attention-backend", "bcg_cpu", "--sampling-backend", "pytorch"]
+        argv += ["--max-total-tokens", str(self.max_total_tokens)]
+        argv += ["--max-running-requests", str(self.max_running_requests)]
+        argv += ["--skip-server-warmup", "--enable-metrics", "--disable-decode-cuda-graph"]
+        if self.tp > 1:
+            argv += ["--tp", str(self.tp)]
+        if self.dp > 1:
+            argv += ["--dp", str(self.dp)]
+        if self.dp_attention:
+            argv += ["--enable-dp-attention"]
+        if self.chunked_prefill_size is not None:
+            argv += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
+        if self.graphs:
+            argv += ["--cuda-graph-backend-prefill", "breakable"]
+            argv += ["--cuda-graph-bs-prefill", *map(str, self.ladder)]
+        else:
+            argv += ["--disable-prefill-cuda-graph"]
+        return [*argv, *self.extra_args]
+
+    def environment(self, metadata: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment; ``metadata`` is the directory `platform.write_distribution` wrote into."""
+        fault, _, rank = self.fault.partition("@")
+        settings = TapeSettings.from_env(
+            {"SGLANG_BCG_DSA_TAPE": str(int(self.graphs)), "SGLANG_BCG_DSA_TAPE_FAULT": self.fault}
+        )
+        del fault, rank
+        path = [*map(str, self.python_path), str(PACKAGE_ROOT), str(metadata)]
+        if inherited.get("PYTHONPATH"):
+            path.append(inherited["PYTHONPATH"])
+        cores = sorted(os.sched_getaffinity(0))
+        return {
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONUNBUFFERED": "1",
+            "SGLANG_PLATFORM": platform.NAME,
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            # One thread a rank: sums are then made in one order.
+            "OMP_NUM_THREADS": "1",
+            # One entry a rank; ranks share cores where there are fewer.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[rank % len(cores)]) for rank in range(self.ranks)
+            ),
+            **settings.to_env(),
+            **self.env,
+        }
+
+
+@dataclass(frozen=True)
+class ServerHandle:
+    """A server that is up."""
+
+    port: int
+    log_path: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(self, path: str, body: object = None, timeout: float = 60.0) -> str:
+        """GET, or POST ``body`` as JSON; an HTTP error carries the server's answer."""
+        request = urllib.request.Request(
+            self.url + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            answer = error.read().decode(errors="replace")
+            raise RuntimeError(f"{path}: HTTP {error.code}: {answer[:2000]}") from error
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int = 8,
+        *,
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        timeout: float = 60.0,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """One greedy request. ``extra`` goes into the body (``routed_dp_rank``...)."""
+        body = self._body(list(input_ids), max_new_tokens, return_logprob, logprob_start_len, extra)
+        answer: dict[str, Any] = json.loads(self.request("/generate", body, timeout))
+        return answer
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 8,
+        *,
+        return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        timeout: float = 60.0,
+        **extra: Any,
+    ) -> list[dict[str, Any]]:
+        """Several greedy requests in one HTTP call, so that the scheduler can batch them."""
+        ids = [list(prompt) for prompt in prompts]
+        body = self._body(ids, max_new_tokens, return_logprob, logprob_start_len, extra)
+        answer: list[dict[str, Any]] = json.loads(self.request("/generate", body, timeout))
+        return answer
+
+    @staticmethod
+    def _body(
+        ids: object, new: int, logprob: bool, start: int | None, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            "return_logprob": logprob,
+        }
+        if start is not None:
+            body["logprob_start_len"] = start
+        return {**body, **extra}
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's arguments and each scheduler's internal state."""
+        info: dict[str, Any] = json.loads(self.request("/server_info"))
+        return info
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        return self.request("/metrics")
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        self.request("/flush_cache", {})
+
+    def log(self) -> str:
+        """The log so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def pids(self) -> list[int]:
+        """The server's live processes, the launching one first."""
+        return [self.process.pid, *(p for p in _family(self.process.pid, ()) if p != self.process.pid)]
+
+
+def logprobs(answer: Mapping[str, Any]) -> list[float]:
+    """The log-probabilities of an answer: prompt tokens asked for, then generated ones.
+
+    A NaN, which JSON cannot hold, comes back as ``nan``; so does nothing else.
+    """
+    meta = answer["meta_info"]
+    prompt = [entry[0] for entry in (meta.get("input_token_logprobs") or ())]
+    if prompt and prompt[0] is None:
+        prompt = prompt[1:]  # the first token has no probability
+    made = [entry[0] for entry in (meta.get("output_token_logprobs") or ())]
+    return [float("nan") if value is None else float(value) for value in (*prompt, *made)]
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_server(spec: ServerSpec, workdir: Path, name: str = "server") -> Iterator[ServerHandle]:
+    """The server of ``spec``; its log is ``workdir/name.log``. See the head of this module."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    metadata = workdir / "platform"
+    platform.write_distribution(metadata)
+    log_path = workdir / f"{name}.log"
+    port = free_port()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            spec.command(port),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=spec.environment(metadata, os.environ),
+            cwd=workdir,
+            start_new_session=True,
+        )
+    try:
+        handle = ServerHandle(port, log_path, process)
+        _wait_until_up(handle, spec.start_timeout)
+        yield handle
+    finally:
+        _end(process)
+
+
+def _wait_until_up(handle: ServerHandle, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        code = handle.process.poll()
+        if code is not None:
+            raise ServerDied(f"the server ended with status {code}\n{log_tail(handle.log_path)}")
+        if time.monotonic() > deadline:
+            raise ServerDied(f"no answer within {timeout:.0f} s\n{log_tail(handle.log_path)}")
+        try:
+            # Answered by each scheduler, and unlike a health check it runs no forward.
+            handle.server_info()
+            return
+        except (OSError, RuntimeError):
+            time.sleep(0.25)
+
+
+_NOISE = re.compile(r"^\s*$|Warning|warnings\.warn|\[rank\d+\]:\[W|Killed|resource_tracker")
+
+
+def log_tail(path: Path, lines: int = 40) -> str:
+    """The end of the log from its last traceback, or its last lines, without warnings."""
+    text = path.read_text(errors="replace").splitlines()
+    useful = [line for line in text if not _NOISE.search(line)]
+    starts = [i for i, line in enumerate(useful) if "Traceback (most recent call last)" in line]
+    tail = useful[starts[-1] :][:lines] if starts else useful[-lines:]
+    return "\n".join([f"{path}:", *tail])
+
+
+def _stat(pid: int) -> tuple[str, int, int, int] | None:
+    """(state, parent, group, session) of a process, or None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, parent, group, session = text.rpartition(")")[2].split()[:4]
+    return state, int(parent), int(group), int(session)
+
+
+def _family(root: int, known: Sequence[int]) -> list[int]:
+    """Live processes that descend from ``root``, share its session, or were ``known`` to."""
+    stats: dict[int, tuple[str, int, int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (stat := _stat(int(entry))) is not None and stat[0] not in "ZX":
+            stats[int(entry)] = stat
+    members = {root, *known}
+    members |= {pid for pid, (_, _, group, session) in stats.items() if root in (group, session)}
+    grown = True
+    while grown:
+        children = {pid for pid, stat in stats.items() if stat[1] in members}
+        grown = not children <= members
+        members |= children
+    return sorted(members & stats.keys())
+
+
+def _end(process: subprocess.Popen[bytes], timeout: float = 15.0) -> None:
+    """Kill the server and all that came from it; ``RuntimeError`` if anything survives."""
+    deadline = time.monotonic() + timeout
+    family: list[int] = []
+    while True:
+        # Again and again: a process may have started another one between listing and killing.
+        family = _family(process.pid, family)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        if not family:
+            process.wait(timeout)
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes of the server survive: {family}")
+        time.sleep(0.05)

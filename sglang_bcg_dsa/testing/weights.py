@@ -1,0 +1,44 @@
+"""Seeded dummy weights under which a wrong layer, rank or token shows.
+
+The host's dummy weights are so small that each layer vanishes in rounding, and are the same on all
+ranks. These keep activations near one, and differ from shard to shard: what a rank holds a share of is
+seeded with its rank, what is replicated is not. A model is therefore a function of its parallelism:
+compare servers of equal parallelism only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+# (size, rank): pairs of attributes by which the host's layers say which share they hold.
+_SHARES = (("tp_size", "tp_rank"), ("moe_tp_size", "moe_tp_rank"), ("moe_ep_size", "moe_ep_rank"))
+
+
+def _share(module: torch.nn.Module) -> tuple[int, ...]:
+    ranks = tuple(
+        int(getattr(module, rank, 0)) for size, rank in _SHARES if getattr(module, size, 1) > 1
+    )
+    shard = getattr(module, "shard_indices", None)  # vocabulary shards name their rows instead
+    return ranks if shard is None else (*ranks, int(shard.org_vocab_start_index))
+
+
+def seed_weights(model: torch.nn.Module, *_: Any, seed: int = 7, **__: Any) -> None:
+    """Fill ``model``'s floating-point parameters; takes the host function's other arguments, unused."""
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.is_floating_point():
+                    continue
+                key = f"{seed}/{path}.{name}/{_share(module)}"
+                generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+                noise = torch.rand(parameter.shape, generator=generator) - 0.5
+                if parameter.dim() >= 2:
+                    noise *= 4 / parameter.shape[-1] ** 0.5
+                elif "bias" in name:
+                    noise *= 0.2
+                else:
+                    noise = 1 + 0.2 * noise
+                parameter.copy_(noise)
