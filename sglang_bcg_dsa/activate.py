@@ -28,6 +28,7 @@ from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature
+from sglang_bcg_dsa.rollcall import RollCall
 from sglang_bcg_dsa.seams import SeamSet, examine
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,12 @@ def plan(config: Config) -> Plan:
 
     manager = build_manager()
     hooks = manager.hook
-    builtin = (VoteFeature(hooks, progress), ExplainFeature(hooks, states), AuditFeature(progress, states))
+    rolls = RollCall(progress)
+    builtin = (
+        VoteFeature(hooks, progress, rolls),
+        ExplainFeature(hooks, states),
+        AuditFeature(progress, rolls, states),
+    )
     for plugin in builtin:
         manager.register(plugin, plugin.name)
     decided = features.decide(config, seams, manager)

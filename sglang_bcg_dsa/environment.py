@@ -60,6 +60,11 @@ def publish(*, config: str | None) -> None:
         os.environ[CONFIG] = os.path.abspath(config)
 
 
+def use_config(path: str) -> None:
+    """Name the configuration file for the rest of this process, without switching anything on."""
+    os.environ[CONFIG] = os.path.abspath(path)
+
+
 def withdraw() -> None:
     """Switch the plugin off in this process and in all it will spawn."""
     os.environ.pop(ASKED, None)

@@ -2,8 +2,7 @@
 
 Contract: pure; imports neither torch nor the host. A feature that was demanded
 (``enabled = true``) and cannot run is ``refused``; one left to "auto" that no plugin supplies is
-``native``. The engine's seams belong to no feature of their own; they count for those that use
-them.
+``native``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from sglang_bcg_dsa.config import FEATURES, Config
 from sglang_bcg_dsa.errors import HostMismatch, StartupError
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.seams import SeamSet
+
+_SHARED: dict[str, tuple[str, ...]] = {"vote": ("parallel",), "explain": ("parallel",), "moe": ("parallel", "engine")}
+"""Groups of seams that belong to no feature of their own, by the feature that uses them."""
 
 WORKING_RELEASES = "0.5.16, 0.5.17, 0.5.20, 0.5.23"
 
@@ -30,7 +32,7 @@ def _state(config: Config, seams: SeamSet, name: str, offers: Mapping[str, Featu
     asked = config.enabled(name)
     if asked is False:
         return Feature(name, State.OFF, f"[{name}] enabled = false")
-    if missing := seams.missing([name]):
+    if missing := seams.missing([name, *_SHARED.get(name, ())]):
         return Feature(name, State.REFUSED, f"{len(missing)} seams do not fit this SGLang")
     offer = offers.get(name)
     if offer is not None:
@@ -43,7 +45,7 @@ def _state(config: Config, seams: SeamSet, name: str, offers: Mapping[str, Featu
 def require(features: Sequence[Feature], seams: SeamSet, host: str) -> None:
     """Raise, naming every seam or feature, when something that was asked for is refused."""
     refused = [f for f in features if f.state is State.REFUSED]
-    missing = seams.missing([*(f.name for f in refused), "flag"])
+    missing = seams.missing({"flag", *(part for f in refused for part in (f.name, *_SHARED.get(f.name, ())))})
     if missing:
         listing = "\n".join(f"  {m.key}: {m}" for m in missing)
         raise HostMismatch(

@@ -152,14 +152,10 @@ SEAMS: tuple[Seam, ...] = (
          "whether a rank of the group stays out of this forward", ("forward_batch",)),
         ("runner.padding", Kind.VALUE, f"{_PREFILL}:_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR",
          "the largest padding the host accepts"),
-        ("parallel.attention_tp", Kind.CALL, "sglang.srt.runtime_context:get_parallel",
-         "token counts are aligned to the attention-TP size before they are padded"),
     ),
     *_rows(
         "explain",
         _NO_COUNTS,
-        ("forward.replay", Kind.HOOK, f"{_RUNNER}.execute", "counts replays, buckets and padding",
-         ("self", "forward_batch")),
         ("forward.eager", Kind.HOOK, "sglang.srt.model_executor.runner.eager_runner:EagerRunner.execute",
          "counts eager prefills, also where there is no graph runner to ask", ("self", "forward_batch")),
         ("runner.capture_one", Kind.HOOK, f"{_RUNNER}.capture_one_shape", "capture seconds of each bucket",
@@ -174,6 +170,12 @@ SEAMS: tuple[Seam, ...] = (
          "ranks compare features and ladder here: all have just left a barrier, none has captured", ("self",)),
         ("scheduler.ready", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.init_dp_attn_adapter",
          "the last step of start-up: every hook is verified here, and ranks without graphs compare", ("self",)),
+    ),
+    *_rows(
+        "parallel",
+        "SGLang's rows carry their rank and its padding is part of the vote",
+        ("parallel", Kind.CALL, "sglang.srt.runtime_context:get_parallel",
+         "this process's ranks, and the attention-TP size to which token counts are aligned"),
     ),
     *_rows(
         "engine",

@@ -10,7 +10,6 @@ not vote, because nothing is asked of it, is left alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -30,14 +29,12 @@ from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
+from sglang_bcg_dsa.rollcall import ANSWER_SECONDS, RollCall
 from sglang_bcg_dsa.seams import SeamSet
 
 logger = logging.getLogger(__name__)
 
 _START = "sglang_bcg_dsa/start"
-_STALL = "sglang_bcg_dsa/stall"
-_ANSWER_SECONDS = 2.0
-"""How long a stalled rank waits for the others' positions; their threads wake within half of it."""
 
 
 class AuditFeature:
@@ -45,8 +42,9 @@ class AuditFeature:
 
     name = "audit"
 
-    def __init__(self, progress: Progress, features: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, progress: Progress, rolls: RollCall, features: Callable[[], dict[str, Any]]) -> None:
         self._progress = progress
+        self._rolls = rolls
         self._features = features
         self._exchanged = False
 
@@ -118,47 +116,26 @@ class AuditFeature:
         """The watchdog's thread. It acts only while a vote is overdue."""
         import torch.distributed as dist
 
-        limit, progress = self._settings.stall_seconds, self._progress
-        store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
+        limit, progress, rolls = self._settings.stall_seconds, self._progress, self._rolls
+        store, rank, world = dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
         while True:
-            time.sleep(min(limit / 4, _ANSWER_SECONDS / 2))
+            time.sleep(min(limit / 4, ANSWER_SECONDS / 2))
             if not progress.step or progress.seconds <= limit:
                 continue
             if progress.voting:
-                self._report_stall(store, rank, dist.get_world_size())
-                return
-            if store.check([f"{_STALL}/asked"]):
-                # Another rank waits for us, and will stop the server.
-                store.set(f"{_STALL}/{rank}", json.dumps({"where": progress.describe()}))
+                logger.critical(
+                    "sglang-bcg-dsa: no verdict for %g s: %s. Stopping the server. Stacks of rank %d:\n%s",
+                    limit, rolls.call(store, rank, world), rank, _stacks(),
+                )  # fmt: skip
+                _bring_down()
+            elif rolls.asked(store):
+                # Another rank waits for this one, and will stop the server.
+                rolls.answer(store, rank)
                 logger.critical(
                     "sglang-bcg-dsa: rank %d %s, and other ranks wait for it. Its stacks:\n%s",
                     rank, progress.describe(), _stacks(),
                 )  # fmt: skip
                 return
-
-    def _report_stall(self, store: Any, rank: int, world: int) -> None:
-        mine = self._progress.describe()
-        where = {rank: mine}
-        try:
-            store.set(f"{_STALL}/asked", "1")
-            records = publish_and_collect(store, _STALL, rank, world, {"where": mine}, _ANSWER_SECONDS)
-            where = {other: str(record["where"]) for other, record in enumerate(records)}
-        except Missing as missing:
-            for other in range(world):
-                if other in missing.ranks:
-                    where[other] = "does not answer: it is stopped, dead or holds the interpreter"
-                elif other != rank:
-                    where[other] = str(json.loads(store.get(f"{_STALL}/{other}"))["where"])
-        except Exception as error:  # the store lives in rank 0's process; without it only our own position is known
-            where[0 if rank else 1] = f"cannot be asked ({type(error).__name__}: {error})"
-        logger.critical(
-            "sglang-bcg-dsa: no vote for %g s: %s. Stopping the server. Stacks of rank %d:\n%s",
-            self._settings.stall_seconds,
-            "; ".join(f"rank {other} {text}" for other, text in sorted(where.items())),
-            rank,
-            _stacks(),
-        )
-        _bring_down()
 
 
 def _stop(message: str) -> StartupError:

@@ -19,7 +19,7 @@ from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.ledger import Ledger
 from sglang_bcg_dsa.reasons import ReasonTable, meaning
 from sglang_bcg_dsa.records import Captured, Feature, Forward, State
-from sglang_bcg_dsa.seams import SeamSet
+from sglang_bcg_dsa.seams import SeamSet, resolve
 from sglang_bcg_dsa.vote import Verdict
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class ExplainFeature:
         self._settings = config.explain
         self._table = reasons
         self.ledger = Ledger(reasons)
+        self._get_parallel = resolve(seams["parallel"])
         installer.around("forward.eager", self.on_eager)
         installer.around("runner.capture_one", self.on_capture_one)
         installer.after("scheduler.state", self.on_state)
@@ -73,7 +74,7 @@ class ExplainFeature:
 
     @hookimpl
     def bcg_state(self) -> dict[str, Any]:
-        return {"version": __version__, **self._features(), **self.ledger.snapshot()}
+        return {"version": __version__, "rank": self._rank(), **self._features(), **self.ledger.snapshot()}
 
     # ------------------------------------------------------------------ host hooks
 
@@ -105,6 +106,10 @@ class ExplainFeature:
             entries.update(part or {})
         result.internal_state[STATE_KEY] = entries
         return result
+
+    def _rank(self) -> dict[str, int]:
+        parallel = self._get_parallel()
+        return {"dp": int(parallel.attn_dp_rank), "tp": int(parallel.tp_rank)}
 
     # ------------------------------------------------------------------ log
 

@@ -27,6 +27,7 @@ from sglang_bcg_dsa.predicate import RunnerFacts, reasons_against
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import BatchView, Feature, Forward, State
+from sglang_bcg_dsa.rollcall import RollCall
 from sglang_bcg_dsa.seams import SeamSet, resolve, resolve_owner
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ class VoteFeature:
 
     name = "vote"
 
-    def __init__(self, hooks: Hooks, progress: Progress) -> None:
+    def __init__(self, hooks: Hooks, progress: Progress, rolls: RollCall) -> None:
         self._hooks = hooks
         self._progress = progress
+        self._rolls = rolls
         self.step = Step()
         self.runner: RunnerFacts | None = None
         self._enable_lora = False
@@ -76,7 +78,7 @@ class VoteFeature:
         self._verdict_flag = seams.field("forward.verdict")
         self._host_has_predicate = "runner.local" in seams
         self._columns = probe_columns(seams)
-        self._get_parallel = resolve(seams["parallel.attention_tp"])
+        self._get_parallel = resolve(seams["parallel"])
         self._vetoed = bool(self._hooks.bcg_replay_veto.get_hookimpls())
         installer.around("vote.batch", self.on_batch)
         installer.around("vote.gather", self.on_gather)
@@ -109,8 +111,11 @@ class VoteFeature:
         prefill = bool(info.is_extend_in_batch)
         info.is_extend_in_batch = vote.encode(prefill, against)
         before = time.perf_counter()
-        with self._progress.in_vote():
-            original(info, *args, **kwargs)
+        try:
+            with self._progress.in_vote():
+                original(info, *args, **kwargs)
+        except RuntimeError as error:
+            raise self._broken_vote(error) from error
         after = time.perf_counter()
         if info.is_extend_in_batch:
             self._conclude(info)
@@ -173,8 +178,9 @@ class VoteFeature:
             raise self._contradiction(against)
         replay = agreed and not against
         self.step.adapter_us += (time.perf_counter() - start) * 1e6
-        if not replay and self.step.verdict is not None:
-            against |= self.step.verdict.against
+        if not agreed and self.step.verdict is not None:
+            # What follows from the group's decision, such as ranks without tokens, is no reason for it.
+            against = self.step.verdict.against
         self._report(forward_batch, facts.num_tokens, replay, against)
         return replay
 
@@ -187,6 +193,14 @@ class VoteFeature:
         self._hooks.bcg_forward(
             forward=Forward(replay, against, tokens, bucket or run, bucket, verdict, self.step.adapter_us)
         )
+
+    def _broken_vote(self, error: RuntimeError) -> LockstepError:
+        import torch.distributed as dist
+
+        positions = self._rolls.call(dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size())
+        message = f"the vote of step {self.step.number} failed ({error}): {positions}"
+        logger.critical("sglang-bcg-dsa: %s", message)
+        return LockstepError(message)
 
     def _contradiction(self, against: int) -> LockstepError:
         verdict = self.step.verdict

@@ -1,8 +1,9 @@
 """Run SGLang's real prefill-graph machinery on a machine without a GPU.
 
-`TapeGraph` stands in for ``torch.cuda.CUDAGraph``; `platform` lets the real SGLang server run on the
-CPU; `server` starts one. Nothing here is active in a server that did not ask for it, and importing
-this package imports neither torch nor sglang: the names below are loaded when first used.
+`TapeGraph` stands in for ``torch.cuda.CUDAGraph``; `platform` lets the real SGLang server run on
+the CPU; `server` starts one. Nothing here is active in a server that did not ask for it, and
+importing this package imports neither torch nor sglang: the names below are loaded when first
+used.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The CPU platform's attention backend: plain attention, one request at a time.
 
 Contract: rows beyond the batch's requests (a bucket's padding) come out as zeros and write no KV; a
-row's result does not depend on the other requests of the batch, on how its prompt was cut into chunks,
-or on how much of it came from the prefix cache.
+row's result does not depend on the other requests of the batch, on how its prompt was cut into
+chunks, or on how much of it came from the prefix cache.
 
-It runs in breaks and therefore reads lengths on the host; inside a captured segment the tape refuses
-that. Sliding windows, cross attention and attention sinks are refused rather than ignored.
+It runs in breaks and therefore reads lengths on the host; inside a captured segment the tape
+refuses that. Sliding windows, cross attention and attention sinks are refused rather than
+ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, logit_cap:
 
 
 class CpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """Registered under the platform's own name, since the host turns graphs off for its native one."""
+    """Registered under a name of its own: the host turns graphs off for its native backend."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -122,13 +123,17 @@ class CpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def _refuse_unsupported(layer: Any, extra: dict[str, Any]) -> None:
         unknown = sorted(
-            name for name, value in extra.items() if name not in ("q_rope", "k_rope") and value is not None
+            name
+            for name, value in extra.items()
+            if name not in ("q_rope", "k_rope") and value is not None
         )
         if unknown:
             raise NotImplementedError(f"CPU attention got {unknown}, which it does not implement")
         window = layer.sliding_window_size
         if layer.is_cross_attention or (window is not None and window > -1):
-            raise NotImplementedError("CPU attention has neither cross attention nor sliding windows")
+            raise NotImplementedError(
+                "CPU attention has neither cross attention nor sliding windows"
+            )
         if layer.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"CPU attention is causal only, not {layer.attn_type}")
 

@@ -1,17 +1,19 @@
 """DeepEP's ``Buffer`` over gloo, for processes without a GPU.
 
 Contract: a caller that works with ``deep_ep.Buffer`` the way SGLang's dispatchers do gets the same
-tensors here, on CPU, and the tokens really cross the ranks of the process group it passes. Normal mode
-delivers one row per (token, rank) with the expert ids made local; the experts weigh, combine sums.
-Low-latency mode delivers one row per (token, expert) in fixed-size slots; combine weighs.
+tensors here, on CPU, and the tokens really cross the ranks of the process group it passes.
+
+* Normal mode delivers one row per (token, rank), with the expert ids made local; the experts weigh,
+  combine sums.
+* Low-latency mode delivers one row per (token, expert), in slots of fixed size; combine weighs.
 
 ``counters`` says what crossed in this process. ``capturing`` is a hook, None by default: while it
-returns true, every rank-coupled call raises :class:`CollectiveInCapture`, since normal DeepEP waits on
-the host for the other ranks' counts there and spins until its timeout.
+returns true, every rank-coupled call raises `CollectiveInCapture`, since normal DeepEP waits on the
+host for the other ranks' counts there and spins until its timeout.
 
 Limits: no streams (events are always complete, the receive hook does nothing), no FP8 payload, no
 cached-handle dispatch, one rank per process, and a missing peer is found by gloo's timeout only.
-Only a process that has the folder made by :func:`write_distribution` on its path sees this as ``deep_ep``.
+Only a process with the folder made by `write_distribution` on its path sees this as ``deep_ep``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ VECTOR_BYTES = 16
 
 @dataclass
 class Counters:
-    """What this process did. Rows that stayed on their own rank are ``rows_kept``, not ``rows_sent``."""
+    """What this process did. Rows that stayed on their own rank are only ``rows_kept``."""
 
     dispatch: int = 0
     combine: int = 0
@@ -59,8 +61,8 @@ def _enter(call: str, consequence: str) -> None:
     if capturing is not None and capturing():
         counters.refused_in_capture += 1
         raise CollectiveInCapture(
-            f"deep_ep.Buffer.{call} was called while a graph segment is being captured: {consequence}. "
-            "Make it in an eager break between two segments, with a capture stub."
+            f"deep_ep.Buffer.{call} was called while a graph segment is being captured: "
+            f"{consequence}. Make it in an eager break between two segments, with a capture stub."
         )
 
 
@@ -113,16 +115,14 @@ class LowLatencyHandle(NamedTuple):
 
 
 DispatchLayout = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]
-Dispatched = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, list[int], NormalHandle, EventOverlap
-]
+Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], NormalHandle, EventOverlap]
 LowLatencyDispatched = tuple[
     torch.Tensor, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]
 ]
 
 
 class Buffer:
-    """One rank's end of the exchange over ``group``. All ranks must make the same calls in one order."""
+    """One rank's end of the exchange over ``group``; all ranks make the same calls in one order."""
 
     num_sms = 20
 
@@ -144,7 +144,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
-        """Remember the SM count that :class:`Config` defaults to."""
+        """Remember the SM count that `Config` defaults to."""
         Buffer.num_sms = num_sms
 
     @staticmethod
@@ -184,8 +184,8 @@ class Buffer:
     ) -> DispatchLayout:
         """Count, on this rank alone, where its tokens go; -1 goes nowhere.
 
-        Returns tokens per rank, None (no RDMA ranks), choices per expert, the (token, rank) mask, an event.
-        A token that chose two experts of one rank counts once for that rank.
+        Returns tokens per rank, None (there are no RDMA ranks), choices per expert, the (token,
+        rank) mask and an event. A token that chose two experts of one rank counts once for it.
         """
         local = self._experts_per_rank(num_experts)
         _check_choices(topk_idx, num_experts)
@@ -215,9 +215,9 @@ class Buffer:
     ) -> Dispatched:
         """Send every token once to each rank that owns one of its experts.
 
-        Returns rows (by source rank, then source token), their expert ids counted from this rank's first
-        expert (-1: an expert elsewhere), weights (0 where -1), the number of choices per local expert rounded
-        up to ``expert_alignment``, the handle for :meth:`combine`, an event.
+        Returns rows (by source rank, then source token), their expert ids counted from this
+        rank's first expert (-1: an expert elsewhere), weights (0 where -1), the number of choices
+        per local expert rounded up to ``expert_alignment``, the handle for `combine`, an event.
         """
         _enter("dispatch", SPINS)
         counters.dispatch += 1
@@ -255,9 +255,9 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
         config: Config | None = None,
     ) -> tuple[torch.Tensor, None, EventOverlap]:
-        """Return every row to its token and add the rows of one token up, in rank order, in float32.
+        """Return every row to its token and add up the rows of one token, by rank, in float32.
 
-        ``x`` has dispatch's rows, already weighted by the experts. A token that went nowhere gets zeros.
+        ``x`` has dispatch's rows, weighted by the experts. A token that went nowhere gets zeros.
         """
         _enter("combine", SPINS)
         counters.combine += 1
@@ -285,8 +285,8 @@ class Buffer:
     ) -> LowLatencyDispatched:
         """Send every (token, expert) choice to the expert's rank, into that expert's slots.
 
-        Returns slots ``[local experts, ranks * num_max, hidden]``, used slots per expert, the handle, an
-        event and the receive hook. Slots past the count are NaN, so that reading one shows.
+        Returns slots ``[local experts, ranks * num_max, hidden]``, used slots per expert, the
+        handle, an event and the receive hook. Unused slots are NaN, so that reading one shows.
         """
         _enter("low_latency_dispatch", HOST_READ)
         if use_fp8:
@@ -314,7 +314,8 @@ class Buffer:
         count = torch.bincount(expert, minlength=local)
         by_expert = torch.argsort(expert, stable=True)
         place = torch.empty_like(expert)
-        place[by_expert] = torch.arange(expert.numel()) - (count.cumsum(0) - count)[expert[by_expert]]
+        starts = count.cumsum(0) - count
+        place[by_expert] = torch.arange(expert.numel()) - starts[expert[by_expert]]
         slots = x.new_full(
             (local, self.group_size * num_max_dispatch_tokens_per_rank, x.shape[1]), torch.nan
         )
@@ -334,7 +335,10 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
-        """Return every used slot to its token and add them up, weighted by ``topk_weights``, in float32."""
+        """Return every used slot to its token and add them up, weighted, in float32.
+
+        A rank's share is summed before the ranks are, as in normal mode: both round alike.
+        """
         _enter("low_latency_combine", HOST_READ)
         counters.low_latency_combine += 1
         if x.shape != handle.shape:
@@ -345,7 +349,9 @@ class Buffer:
         back = self._exchange(rows, handle.received, handle.sent).float()
         weighted = back * topk_weights[handle.token, handle.choice].float().unsqueeze(1)
         total = torch.zeros(topk_idx.shape[0], x.shape[-1], dtype=torch.float32)
-        total.index_add_(0, handle.token, weighted)
+        tokens = handle.token.split_with_sizes(handle.sent)
+        for token, share in zip(tokens, weighted.split_with_sizes(handle.sent), strict=True):
+            total += torch.zeros_like(total).index_add_(0, token, share)
         self._count(handle.received, handle.sent)
         return total.to(x.dtype), EventOverlap(), _received
 
@@ -383,19 +389,19 @@ def _check_rows(x: torch.Tensor) -> None:
         raise TypeError("the gloo stand-in sends plain rows, not (FP8 rows, scales)")
     if x.dim() != 2 or not x.is_contiguous() or x.shape[1] * x.element_size() % VECTOR_BYTES:
         raise ValueError(
-            f"rows must be a contiguous matrix whose rows are a multiple of {VECTOR_BYTES} bytes, as "
-            f"DeepEP asks; got {tuple(x.shape)} {x.dtype}, contiguous: {x.is_contiguous()}"
+            f"DeepEP asks for a contiguous matrix, rows a multiple of {VECTOR_BYTES} bytes; "
+            f"got {tuple(x.shape)} {x.dtype}, contiguous: {x.is_contiguous()}"
         )
 
 
 def _check_choices(topk_idx: torch.Tensor, num_experts: int) -> None:
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2:
-        raise TypeError(f"topk_idx must be an int64 matrix, got {topk_idx.dtype} {topk_idx.dim()}-D")
+        raise TypeError(f"topk_idx must be an int64 matrix, got {topk_idx.shape} {topk_idx.dtype}")
     if bool(((topk_idx < -1) | (topk_idx >= num_experts)).any()):
         raise ValueError(f"topk_idx holds ids outside -1..{num_experts - 1}")
 
 
-_SHIM = '''"""The gloo stand-in under DeepEP's name, for test processes that put this folder on their path."""
+_SHIM = '''"""The gloo stand-in under DeepEP's name, for those with this folder on their path."""
 
 from sglang_bcg_dsa.testing.deep_ep_gloo import Buffer, Config, EventOverlap
 
@@ -404,9 +410,9 @@ __all__ = ["Buffer", "Config", "EventOverlap"]
 
 
 def write_distribution(directory: str | Path) -> Path:
-    """Make ``import deep_ep`` give the stand-in to processes that have the returned folder on PYTHONPATH.
+    """Write the package ``deep_ep`` into ``directory`` (to go on ``PYTHONPATH``) and return it.
 
-    Writes ``directory/deep_ep/__init__.py`` and nothing else; ``sglang_bcg_dsa`` must be importable there too.
+    ``import deep_ep`` then gives the stand-in, provided ``sglang_bcg_dsa`` can be imported as well.
     """
     package = Path(directory) / "deep_ep"
     package.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """What SGLang needs to run its DeepEP path on a CPU, on top of the ``deep_ep`` stand-in.
 
-Contract: after `register` and SGLang's ``HookRegistry.apply_hooks``, ``--moe-a2a-backend deepep`` works on
-the CPU platform with the host's own ``DeepEPMoE`` and dispatcher classes; only what cannot exist without a
-GPU is answered here, one row of `OVERRIDES` each. The first use of DeepEP in a process ends it if a row is
-not in force. Nothing happens unless `register` is called.
+Contract: after `register` and SGLang's ``HookRegistry.apply_hooks``, ``--moe-a2a-backend deepep``
+works on the CPU platform with the host's own ``DeepEPMoE`` and dispatcher classes; only what cannot
+exist without a GPU is answered here, one row of `OVERRIDES` each. The first use of DeepEP in a
+process ends it if a row is not in force. Nothing happens unless `register` is called.
 
 Start the server with `SERVER_ARGS`.
 """
@@ -25,7 +25,7 @@ from sglang_bcg_dsa.testing.overrides import Kind, Override
 from sglang_bcg_dsa.testing.settings import TapeSettings
 from sglang_bcg_dsa.testing.tape import TapeGraph
 
-# "bf16" means: rows cross as they are, whatever their type. The host's default is to quantise to FP8.
+# "bf16" means that rows cross as they are, whatever their type; the default is to quantise to FP8.
 SERVER_ARGS = ("--moe-a2a-backend", "deepep", "--deepep-dispatcher-output-dtype", "bf16")
 
 DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
@@ -48,7 +48,10 @@ def no_fabric() -> bool:
 
 
 def combine_input_as_is(
-    dispatcher: Any, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    dispatcher: Any,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
 ) -> tuple[torch.Tensor, deep_ep_gloo.EventOverlap | None]:
     """The experts' rows are ready for combine, as they are after the host's DeepGEMM experts."""
     event = deep_ep_gloo.Buffer.capture() if dispatcher.async_finish else None
@@ -83,20 +86,23 @@ def normal_experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum, for each row, of the local experts it chose (-1: none); ready for a plain-sum combine."""
-    total = torch.zeros(x.shape, dtype=torch.float64)
+    """For each row, the weighted sum of the local experts it chose (-1: none); combine only adds.
+
+    Rounded like `low_latency_experts` and its combine: float32 models do not show which mode ran.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(w13.shape[0]):
         row, choice = (topk_ids == expert).nonzero(as_tuple=True)
         if row.numel():
-            weighted = _mlp(x[row], w13[expert], w2[expert]) * topk_weights[row, choice].unsqueeze(1)
-            total.index_add_(0, row, weighted)
+            made = _mlp(x[row], w13[expert], w2[expert]).float()
+            total.index_add_(0, row, made * topk_weights[row, choice].unsqueeze(1))
     return total.to(x.dtype)
 
 
 def low_latency_experts(
     slots: torch.Tensor, used: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
-    """Each expert over its used slots; unused slots are returned as they came. The combine weighs."""
+    """Each expert over its used slots; unused slots are returned as they came; combine weighs."""
     out = slots.clone()
     for expert, count in enumerate(used.tolist()):
         out[expert, :count] = _mlp(slots[expert, :count], w13[expert], w2[expert]).to(slots.dtype)
@@ -110,20 +116,18 @@ def _mlp(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
 
 
 def _check_plain_silu(config: Any) -> None:
-    """Refuse expert forms that :func:`_mlp` does not compute, rather than compute another one."""
+    """Refuse expert forms that `_mlp` does not compute, rather than compute another one."""
     special = ("apply_router_weight_on_input", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
     asked = [name for name in special if getattr(config, name, None)]
     if config.activation != "silu" or not getattr(config, "is_gated", True) or asked:
         raise NotImplementedError(
-            f"the CPU experts compute plain SwiGLU; this layer wants {config.activation!r} with {asked}"
+            f"CPU experts are plain SwiGLU; this layer wants {config.activation!r} with {asked}"
         )
 
 
-def report_counters(
-    original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Put the stand-in's counters into the scheduler's state, thereby into ``/server_info``, per DP rank."""
-    result = original(scheduler, *args, **kwargs)
+def report_counters(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Put the counters into the scheduler's state, thereby into ``/server_info``, per DP rank."""
+    result = original(*args, **kwargs)
     result.internal_state["deep_ep_gloo"] = deep_ep_gloo.counters.as_dict()
     return result
 
@@ -161,7 +165,7 @@ OVERRIDES: tuple[Override, ...] = (
         "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.run_moe_core",
         "around",
         experts_in_torch,
-        why="there are no unquantized experts for normal mode, and only CUDA kernels for the others",
+        why="no unquantized experts for normal mode, and only CUDA kernels for the others",
         remove_when="the host has torch-native experts for DeepEP's layouts",
     ),
     _row(
@@ -177,7 +181,7 @@ _originals: dict[str, object] = {}  # in a dict: HookRegistry rewrites module-le
 
 
 def wanted() -> bool:
-    """Whether ``import deep_ep`` gives the stand-in here: its folder on the path is the request for all this."""
+    """Whether ``import deep_ep`` gives the stand-in: its folder on the path asks for all this."""
     try:
         import deep_ep
     except ImportError:
@@ -194,8 +198,9 @@ def tape_is_recording() -> bool:
 def register(capturing: Callable[[], bool] = tape_is_recording) -> None:
     """Register every row with SGLang's hook registry; for a plugin to call, in scheduler processes.
 
-    While ``capturing`` says so, the stand-in refuses to communicate. ``SystemExit`` where ``deep_ep`` is not the
-    stand-in or the host lacks a target: SGLang swallows a plugin's other exceptions and would go on without.
+    While ``capturing`` says so, the stand-in refuses to communicate. ``SystemExit`` where
+    ``deep_ep`` is not the stand-in or the host lacks a target: SGLang swallows a plugin's other
+    exceptions and would go on without.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -226,5 +231,6 @@ def verify() -> None:
     ]
     if inert:
         raise SystemExit(
-            "sglang_bcg_dsa.testing: these overrides for DeepEP on CPU are not in force:\n" + "\n".join(inert)
+            "sglang_bcg_dsa.testing: these overrides for DeepEP on CPU are not in force:\n"
+            + "\n".join(inert)
         )

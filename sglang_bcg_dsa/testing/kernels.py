@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows a matrix product is done in. BLAS picks other kernels for few rows (on AVX-512: below 16), and
-# then a row's result depends on how many rows came with it. With blocks of one size it does not.
+# Rows a matrix product is done in. BLAS picks other kernels for few rows (on AVX-512: below 16),
+# and then a row's result depends on how many rows came with it. With blocks of one size it does
+# not.
 ROW_BLOCK = 32
 
 
 def invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for ``[batch, m, k] @ [batch, k, n]``; a row's result does not depend on ``m``.
 
-    Floating-point products are summed in double precision, where a product of two floats is exact, and
-    rounded once. So a padded bucket gives bit for bit what the unpadded batch gives. The residue is a
-    row which lands in another place of its block: it may differ in the last bit, once in some 10**8.
+    Floating-point products are summed in double precision, where a product of two floats is
+    exact, and rounded once. So a padded bucket gives bit for bit what the unpadded batch gives.
+    The residue is a row which lands in another place of its block: it may differ in the last bit,
+    once in some 10**8.
     """
     batch, m, k = a.shape
     n = b.shape[2]
@@ -43,10 +45,17 @@ def invariant_mm(a: Tensor, b: Tensor) -> Tensor:
     return invariant_bmm(a[None], b[None])[0]
 
 
-def invariant_addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def invariant_addmm(
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """``beta * bias + alpha * (a @ b)``, with `invariant_bmm`'s promise."""
     product = invariant_mm(a, b)
     return product * alpha + bias * beta if (alpha, beta) != (1, 1) else product + bias
+
+
+def into_out(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The ``out=`` form of ``kernel``."""
+    return lambda *args, out, **kwargs: out.copy_(kernel(*args, **kwargs))
 
 
 def on_cpu_too(qualified_name: str) -> Callable[..., Any]:
@@ -60,11 +69,13 @@ def on_cpu_too(qualified_name: str) -> Callable[..., Any]:
     raise LookupError(f"{qualified_name} has no accelerator kernel to run on the CPU")
 
 
-def copy_rows(dst: Tensor, src: Tensor, dim: int, offset: Tensor, sz: Tensor, offset_src: bool) -> None:
+def copy_rows(
+    dst: Tensor, src: Tensor, dim: int, offset: Tensor, sz: Tensor, offset_src: bool
+) -> None:
     """Copy ``sz`` rows between a rank's tensor and the gathered one, at ``offset`` of the latter.
 
-    ``offset_src`` says which of the two is the gathered one. ``offset`` and ``sz`` stay tensors: they
-    change from replay to replay.
+    ``offset_src`` says which of the two is the gathered one. ``offset`` and ``sz`` stay tensors:
+    they change from replay to replay.
     """
     if dim != 0:
         raise NotImplementedError(f"copy_rows along dimension {dim}")

@@ -29,8 +29,9 @@ _COMMON: dict[str, Any] = {
 
 _OWN: dict[ModelKind, dict[str, Any]] = {
     "dense": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        # Of the host's dense models, one that supports DP attention.
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "intermediate_size": 128,
         "num_hidden_layers": 3,
         "num_key_value_heads": 2,
@@ -52,7 +53,8 @@ _OWN: dict[ModelKind, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    # One dense layer, then two with a shared expert and experts routed by group: DeepSeek-V3's shape.
+    # One dense layer, then two with a shared expert and experts routed by group: DeepSeek-V3's
+    # shape.
     "mla": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -92,7 +94,7 @@ _OWN: dict[ModelKind, dict[str, Any]] = {
 
 
 def write_model(directory: Path, kind: ModelKind) -> Path:
-    """Write the ``config.json`` of a model of this kind into ``directory`` and return the directory."""
+    """Write the ``config.json`` of a model of this kind into ``directory``; return that."""
     if kind not in get_args(ModelKind):
         raise ValueError(f"unknown model kind {kind!r}: expected one of {', '.join(_OWN)}")
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""Everything the CPU platform changes in SGLang and torch, as one table, and the code that applies it.
+"""Everything the CPU platform changes in SGLang and torch, as one table, and the code that
+applies it.
 
-Host functions and classes are reached through SGLang's own `HookRegistry`, its registries and platform
-methods, and through torch.library, never by assignment. `HookRegistry` logs and swallows its errors, so
-`verify` checks that each hook is in force, and ends the process when one is not.
+Host functions and classes are reached through SGLang's own `HookRegistry`, its registries and
+platform methods, and through torch.library, never by assignment. `HookRegistry` logs and swallows
+its errors, so `verify` checks that each hook is in force, and ends the process when one is not.
 
-Whether a row is needed on the installed host is decided by looking at the host, not at its version; the
-``hosts`` column only says where that has been seen.
+Whether a row is needed on the installed host is decided by looking at the host, not at its
+version; the ``hosts`` column only says where that has been seen.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Scope = Literal["always", "tape", "skip-break", "drop-copy"]
 
 @dataclass(frozen=True)
 class Override:
-    """One change. ``make`` gives the hook of a ``replace`` or ``around``; the other kinds run it."""
+    """One change. ``make`` gives the hook of a ``replace`` or ``around``; other kinds run it."""
 
     target: str
     kind: Kind
@@ -63,7 +64,9 @@ def _host(path: str) -> Any:
 
 
 def _platform_cannot_decline_pynccl() -> bool:
-    return not hasattr(importlib.import_module("sglang.srt.platforms.interface"), "PlatformCapabilities")
+    return not hasattr(
+        importlib.import_module("sglang.srt.platforms.interface"), "PlatformCapabilities"
+    )
 
 
 def _capture_asks_cuda_for_its_stream() -> bool:
@@ -78,7 +81,9 @@ def _weak_references_need_a_device() -> bool:
 
 
 def _without_pinning(_: TapeSettings) -> Callable[..., Any]:
-    def tensor(original: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def tensor(
+        original: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any
+    ) -> Any:
         return original(*args, **kwargs)
 
     return tensor
@@ -95,6 +100,23 @@ def _without_pynccl(_: TapeSettings) -> Callable[..., Any]:
 
 def _no_triton(_: TapeSettings) -> Callable[..., Any]:
     return lambda backend: False
+
+
+def _rope_without_tokens(_: TapeSettings) -> Callable[..., Any]:
+    def forward_native(
+        original: Callable[..., Any],
+        self: Any,
+        positions: Any,
+        query: Any,
+        key: Any,
+        *rest: Any,
+        **kw: Any,
+    ) -> Any:
+        if positions.numel() == 0:
+            return query, key
+        return original(self, positions, query, key, *rest, **kw)
+
+    return forward_native
 
 
 def _row_copy(_: TapeSettings) -> Callable[..., Any]:
@@ -261,13 +283,15 @@ def _invariant(name: str) -> Override:
     def make(_: TapeSettings) -> None:
         from sglang_bcg_dsa.testing import kernels
 
-        _add_kernel(f"aten::{name}", getattr(kernels, f"invariant_{name}"))
+        kernel = getattr(kernels, f"invariant_{name}")
+        _add_kernel(f"aten::{name}", kernel)
+        _add_kernel(f"aten::{name}.out", kernels.into_out(kernel))
 
     return Override(
         target=f"aten::{name}",
         kind="kernel",
         make=make,
-        why="BLAS results depend on the number of rows, hence on padding and on the batch's make-up",
+        why="BLAS results depend on the number of rows: on padding and the batch's make-up",
         hosts="0.5.16, 0.5.23",
         remove_when="never: it is what makes exact comparison possible",
     )
@@ -335,6 +359,14 @@ OVERRIDES: tuple[Override, ...] = (
         why="Triton needs a GPU; the host's CPU form reads its bounds on the host",
         hosts="0.5.16, 0.5.23",
         remove_when="the host has a capturable CPU form and selects it for this platform",
+    ),
+    Override(
+        target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+        kind="around",
+        make=_rope_without_tokens,
+        why="an idle rank has no tokens, and the native form cannot reshape none",
+        hosts="0.5.16, 0.5.23",
+        remove_when="the host's native form takes zero tokens",
     ),
     Override(
         target="sglang.srt.utils.common.support_triton",
@@ -416,7 +448,7 @@ _originals: dict[str, object] = {}  # in a dict: HookRegistry rewrites module-le
 
 
 def apply(settings: TapeSettings) -> None:
-    """Make the registrations and register the hooks. SGLang applies the hooks after the last plugin."""
+    """Make the registrations and register the hooks, which SGLang applies after all plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for row in OVERRIDES:
@@ -442,6 +474,6 @@ def verify(settings: TapeSettings) -> None:
         raise SystemExit(
             "sglang_bcg_dsa.testing: these overrides of the CPU platform are not in force:\n"
             f"{lines}\n"
-            "See the log for the reason ('Failed to apply hooks'), and the release they were seen on "
-            "in sglang_bcg_dsa/testing/overrides.py."
+            "See the log for the reason ('Failed to apply hooks'), and the release they were "
+            "seen on in sglang_bcg_dsa/testing/overrides.py."
         )

@@ -1,14 +1,15 @@
 """An out-of-tree SGLang platform: this machine's CPU, with torch's native operators.
 
-Two entry points, both named `NAME`: `activate` (group ``sglang.srt.platforms``) and `register` (group
-``sglang.srt.plugins``). They are not in this package's metadata, where SGLang would offer them to every
-server: `write_distribution` makes a metadata folder to put on ``PYTHONPATH`` of the processes that
-want them, together with ``SGLANG_PLATFORM=bcg_tape_cpu``.
+Two entry points, both named `NAME`: `activate` (group ``sglang.srt.platforms``) and `register`
+(group ``sglang.srt.plugins``). They are not in this package's metadata, where SGLang would offer
+them to every server: `write_distribution` makes a metadata folder to put on ``PYTHONPATH`` of the
+processes that want them, together with ``SGLANG_PLATFORM=bcg_tape_cpu``.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        raise SystemExit(f"sglang_bcg_dsa.testing: the CPU platform cannot be set up: {error!r}") from error
+        raise SystemExit(
+            f"sglang_bcg_dsa.testing: the CPU platform cannot be set up: {error!r}"
+        ) from error
 
 
 def _register() -> None:
@@ -43,7 +46,10 @@ def _register() -> None:
     _offer_attention_backend(overrides.BACKEND)
     # The launching process only parses arguments; hooking there would import the model code for
     # nothing. A child has imported the scheduler already if it is to run one.
-    if multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules:
+    if (
+        multiprocessing.parent_process() is not None
+        and "sglang.srt.managers.scheduler" in sys.modules
+    ):
         overrides.apply(settings)
 
 
@@ -52,14 +58,14 @@ def _offer_attention_backend(name: str) -> None:
 
     if name in server_args.ATTENTION_BACKEND_CHOICES:
         return
-    add = getattr(server_args, "add_attention_backend_choices", None)
-    if add is None:
-        from sglang.srt.arg_groups.choices import add_attention_backend_choices as add
-    add([name])
+    # 0.5.16 has it with the arguments, later releases with the choices.
+    has_it = hasattr(server_args, "add_attention_backend_choices")
+    module = "server_args" if has_it else "arg_groups.choices"
+    importlib.import_module(f"sglang.srt.{module}").add_attention_backend_choices([name])
 
 
 @functools.cache
-def _platform_class() -> type:
+def _platform_class() -> Any:
     from sglang.srt.platforms.cpu import CpuDeviceMixin
     from sglang.srt.platforms.device_mixin import PlatformEnum
     from sglang.srt.platforms.interface import SRTPlatform
@@ -85,7 +91,7 @@ def _platform_class() -> type:
         return TapeCpuPlatform
 
     class TapeCpuPlatformWithPools(TapeCpuPlatform):
-        """For hosts (0.5.16) that ask an out-of-tree platform for each pool instead of defaulting."""
+        """For hosts (0.5.16) that ask an out-of-tree platform for each pool."""
 
         def get_mha_kv_pool_cls(self) -> type:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -98,9 +104,13 @@ def _platform_class() -> type:
             class Pool(MLATokenToKVPool):  # type: ignore[misc]
                 """The host hands an out-of-tree pool one argument more than its own pool takes."""
 
-                def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
+                def __init__(
+                    self, *args: Any, index_head_dim: int | None = None, **kwargs: Any
+                ) -> None:
                     if index_head_dim is not None:
-                        raise NotImplementedError("the CPU platform has no pool for a sparse indexer")
+                        raise NotImplementedError(
+                            "the CPU platform has no pool for a sparse indexer"
+                        )
                     super().__init__(*args, **kwargs)
 
             return Pool
@@ -120,7 +130,7 @@ def __getattr__(name: str) -> Any:
 
 
 def write_distribution(directory: Path) -> Path:
-    """Write the metadata folder into ``directory`` (to go on ``PYTHONPATH``) and return its path."""
+    """Write the metadata folder into ``directory``, to go on ``PYTHONPATH``; return its path."""
     folder = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")

@@ -1,9 +1,9 @@
 """Start the real SGLang server on this machine's CPU, talk to it, and leave nothing behind.
 
-Contract of `running_server`: it yields when every scheduler answers; it raises `ServerDied` with the
-log's last meaningful lines when the server ends or does not come up in time; and when it is left, for
-whatever reason, no process of the server is alive. Standard library only: the server may run in another
-interpreter than the caller.
+Contract of `running_server`: it yields when every scheduler answers; it raises `ServerDied` with
+the log's last meaningful lines when the server ends or does not come up in time; and when it is
+left, for whatever reason, no process of the server is alive. Standard library only: the server
+may run in another interpreter than the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_bcg_dsa.testing import platform
-from sglang_bcg_dsa.testing.settings import TapeSettings
+from sglang_bcg_dsa.testing.settings import FAULT, TAPE, TapeSettings
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +38,8 @@ class ServerDied(RuntimeError):
 class ServerSpec:
     """What server to start.
 
-    ``graphs`` off: the same server, eager. ``env`` and ``extra_args`` come last and win. Directories in
-    ``python_path`` go before this package on ``PYTHONPATH``.
+    ``graphs`` off: the same server, eager. ``env`` and ``extra_args`` come last and win.
+    Directories in ``python_path`` go before this package on ``PYTHONPATH``.
     """
 
     model: Path
@@ -56,7 +56,7 @@ class ServerSpec:
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     python_path: tuple[Path, ...] = ()
-    start_timeout: float = 180.0
+    start_timeout: float = 300.0
 
     @property
     def ranks(self) -> int:
@@ -88,12 +88,8 @@ class ServerSpec:
         return [*argv, *self.extra_args]
 
     def environment(self, metadata: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment; ``metadata`` is the directory `platform.write_distribution` wrote into."""
-        fault, _, rank = self.fault.partition("@")
-        settings = TapeSettings.from_env(
-            {"SGLANG_BCG_DSA_TAPE": str(int(self.graphs)), "SGLANG_BCG_DSA_TAPE_FAULT": self.fault}
-        )
-        del fault, rank
+        """The environment; ``metadata`` is where `platform.write_distribution` wrote."""
+        settings = TapeSettings.from_env({TAPE: str(int(self.graphs)), FAULT: self.fault})
         path = [*map(str, self.python_path), str(PACKAGE_ROOT), str(metadata)]
         if inherited.get("PYTHONPATH"):
             path.append(inherited["PYTHONPATH"])
@@ -206,7 +202,10 @@ class ServerHandle:
 
     def pids(self) -> list[int]:
         """The server's live processes, the launching one first."""
-        return [self.process.pid, *(p for p in _family(self.process.pid, ()) if p != self.process.pid)]
+        return [
+            self.process.pid,
+            *(p for p in _family(self.process.pid, ()) if p != self.process.pid),
+        ]
 
 
 def logprobs(answer: Mapping[str, Any]) -> list[float]:
@@ -275,12 +274,21 @@ _NOISE = re.compile(r"^\s*$|Warning|warnings\.warn|\[rank\d+\]:\[W|Killed|resour
 
 
 def log_tail(path: Path, lines: int = 40) -> str:
-    """The end of the log from its last traceback, or its last lines, without warnings."""
+    """The log's first traceback (the cause of the others) and last lines, without warnings."""
     text = path.read_text(errors="replace").splitlines()
     useful = [line for line in text if not _NOISE.search(line)]
-    starts = [i for i, line in enumerate(useful) if "Traceback (most recent call last)" in line]
-    tail = useful[starts[-1] :][:lines] if starts else useful[-lines:]
-    return "\n".join([f"{path}:", *tail])
+    marks = ("Traceback (most recent call last)", "terminate called", "Fatal Python error")
+    first = next((i for i, line in enumerate(useful) if any(m in line for m in marks)), None)
+    last = useful[-lines // 4 :]
+    if first is None:
+        return "\n".join([f"{path}:", *useful[-lines:]])
+    block = useful[first:]
+    # A traceback ends with its first line at the margin that is not "Traceback" itself.
+    end = next((i for i, line in enumerate(block[1:], 1) if not line.startswith((" ", "\t"))), 0)
+    cause = block[: end + 1] if end else block
+    if len(cause) > lines:
+        cause = [cause[0], "  ...", *cause[-lines:]]
+    return "\n".join([f"{path}:", *cause, "...", *last])
 
 
 def _stat(pid: int) -> tuple[str, int, int, int] | None:

@@ -1,4 +1,4 @@
-"""What the environment asks of the CPU platform. No other module of `testing` reads the environment."""
+"""What the environment asks of the CPU platform; the one module of `testing` that reads it."""
 
 from __future__ import annotations
 

@@ -4,24 +4,27 @@ Contract, which is that of ``torch.cuda.CUDAGraph``:
 
 * Python between `TapeGraph.capture_begin` and `TapeGraph.capture_end` runs once. `TapeGraph.replay`
   re-runs the tensor operations recorded there and nothing else.
-* Addresses are fixed at capture. A replay reads its inputs from the storages that were read then and
+* Addresses are fixed at capture. A replay reads its inputs from the storages that were read then
+  and
   leaves its results in the storages that were written then. A value that was put elsewhere since
   (metadata rebound instead of refreshed, a break's output that did not land) is not seen.
-* A value that Python reads from a tensor during capture would be frozen into the graph. Such a read is
+* A value that Python reads from a tensor during capture would be frozen into the graph. Such a
+  read is
   refused with `HostReadDuringCapture`, which names it, the line, and what to do instead.
 
 Which reads are refused: those of *every* tensor. On a GPU only tensors on the device make CUDA
-complain; a read of a host tensor (a ``*_cpu`` copy) passes and is frozen all the same, so the tape is
-stricter on purpose. Where the value really is the same at each replay, say so with
+complain; a read of a host tensor (a ``*_cpu`` copy) passes and is frozen all the same, so the
+tape is stricter on purpose. Where the value really is the same at each replay, say so with
 `allow_host_reads`. Refused are the operators which torch tags as having data-dependent output or
-shape (``item``, ``nonzero``, ``masked_select``, ``unique``, boolean indexing...) and the methods which
-reach no operator on the CPU (``tolist``, ``numpy``, ``cpu``...).
+shape (``item``, ``nonzero``, ``masked_select``, ``unique``, boolean indexing...) and the methods
+which reach no operator on the CPU (``tolist``, ``numpy``, ``cpu``...).
 
-Limits. Capture also executes. There are no streams, so no race between them shows; there is no memory
-pool: whatever a tape uses it keeps alive, so reuse of pool memory does not show either. Reads that go
-through a raw pointer or a storage (``data_ptr``, ``untyped_storage``) are not seen, nor are those made
-inside an operator implemented in Python, save through the methods above: an operator is opaque, and
-replay calls it again. Only the capturing thread is watched. Other threads may use the tensors freely.
+Limits. Capture also executes. There are no streams, so no race between them shows; there is no
+memory pool: whatever a tape uses it keeps alive, so reuse of pool memory does not show either.
+Reads that go through a raw pointer or a storage (``data_ptr``, ``untyped_storage``) are not seen,
+nor are those made inside an operator implemented in Python, save through the methods above: an
+operator is opaque, and replay calls it again. Only the capturing thread is watched. Other threads
+may use the tensors freely.
 """
 
 from __future__ import annotations
@@ -61,6 +64,10 @@ _READERS = frozenset(
     )
 )
 
+# Read the split points through their pointer; torch resolves them before any operator is
+# dispatched.
+_SPLITTERS = frozenset((torch.tensor_split, torch.Tensor.tensor_split))
+
 
 class TapeError(RuntimeError):
     """The tape was used in a way which a CUDA graph does not allow."""
@@ -79,10 +86,11 @@ class HostReadDuringCapture(TapeError):
             f"{what} during graph capture\n"
             f"  at {where}\n"
             f"     {source}\n"
-            "  The value would be frozen into the graph: each replay would use the one seen at capture.\n"
-            "  Compute with tensors of fixed shape (torch.where, masks, a count kept on the device), or\n"
-            "  move the code into a break, which runs eagerly at each replay. If the value is the same at\n"
-            "  every replay, wrap the read in sglang_bcg_dsa.testing.allow_host_reads('why')."
+            "  The value would be frozen into the graph: each replay would use the one seen at\n"
+            "  capture. Compute with tensors of fixed shape (torch.where, masks, a count kept on\n"
+            "  the device), or move the code into a break, which runs eagerly at each replay. If\n"
+            "  the value is the same at every replay, wrap the read in\n"
+            "  sglang_bcg_dsa.testing.allow_host_reads('why')."
         )
 
 
@@ -133,9 +141,14 @@ class _RefuseReaders(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _READERS:
             _refuse(f"Tensor.{func.__name__}()")
-        return func(*args, **(kwargs or {}))
+        if func in _SPLITTERS and any(
+            isinstance(x, torch.Tensor) for x in (*args[1:2], *kwargs.values())
+        ):
+            _refuse(f"{func.__name__}() at points given by a tensor")
+        return func(*args, **kwargs)
 
 
 def _is_mask(x: object) -> bool:
@@ -151,8 +164,6 @@ def _needs_host_value(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return any(map(_is_mask, args[1])) and args[2].numel() != 1
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    if func is aten.tensor_split.tensor_indices_or_sections:
-        return True  # reads the split points through their pointer; torch does not tag it
     tags = func.tags
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
@@ -160,7 +171,8 @@ def _needs_host_value(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _pin(tree: Any) -> Any:
     """The same tree, each tensor replaced by a view with its present shape.
 
-    Later in-place changes of shape (``squeeze_``) of the caller's tensor then leave the record alone.
+    Later in-place changes of shape (``squeeze_``) of the caller's tensor then leave the record
+    alone.
     """
     return tree_map_only(
         torch.Tensor,
@@ -176,7 +188,9 @@ class _Step(NamedTuple):
     out: list[Any]
 
     def run(self) -> None:
-        for kept, fresh in zip(self.out, tree_leaves(self.func(*self.args, **self.kwargs)), strict=True):
+        for kept, fresh in zip(
+            self.out, tree_leaves(self.func(*self.args, **self.kwargs)), strict=True
+        ):
             if isinstance(fresh, torch.Tensor):
                 # A view, or a result written in place, is already where it belongs.
                 if kept.data_ptr() != fresh.data_ptr():

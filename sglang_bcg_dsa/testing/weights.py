@@ -1,9 +1,9 @@
 """Seeded dummy weights under which a wrong layer, rank or token shows.
 
 The host's dummy weights are so small that each layer vanishes in rounding, and are the same on all
-ranks. These keep activations near one, and differ from shard to shard: what a rank holds a share of is
-seeded with its rank, what is replicated is not. A model is therefore a function of its parallelism:
-compare servers of equal parallelism only.
+ranks. These keep activations near one, and differ from shard to shard: what a rank holds a share
+of is seeded with its rank, what is replicated is not. A model is therefore a function of its
+parallelism: compare servers of equal parallelism only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _share(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def seed_weights(model: torch.nn.Module, *_: Any, seed: int = 7, **__: Any) -> None:
-    """Fill ``model``'s floating-point parameters; takes the host function's other arguments, unused."""
+    """Fill ``model``'s floating-point parameters; the host function's other arguments go unused."""
     with torch.no_grad():
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):

@@ -1,0 +1,129 @@
+"""Console script ``sglang-bcg-dsa``: ``doctor`` and ``rehearse``.
+
+Contract: results on standard output (with ``--json`` nothing else), progress and errors on
+standard error. Exit status 0: all is well; 1: something is wrong, or a fault was noticed as it
+should be; 2: bad input; 3: a fault went unnoticed. No traceback unless ``--debug`` asks for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sglang_bcg_dsa import __version__, environment
+from sglang_bcg_dsa.errors import StartupError
+
+OK, WRONG, BAD_INPUT, UNNOTICED, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    args = _parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        status: int = args.run(args)
+        return status
+    except StartupError as error:
+        print(error.message, file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has been stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+    except (OSError, RuntimeError, ValueError) as error:
+        if args.debug:
+            raise
+        print(f"sglang-bcg-dsa {args.command}: {error} (--debug shows where)", file=sys.stderr)
+        return WRONG
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Leave through the context managers, which stop what they started."""
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-bcg-dsa", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what the plugin would do on this machine; needs no GPU")
+    doctor.add_argument("--config", metavar="FILE", help="settings to examine instead of the environment's")
+    doctor.set_defaults(run=_doctor)
+
+    rehearse = commands.add_parser(
+        "rehearse", help="the real server on this CPU, with and without graphs; compares exactly"
+    )
+    rehearse.add_argument("--ranks", type=int, default=2, help="DP ranks, each a process (default 2)")
+    rehearse.add_argument("--requests", type=int, default=24, help="requests in each pass (default 24)")
+    rehearse.add_argument("--model", default="mla", help="dense, moe or mla (default)")
+    rehearse.add_argument(
+        "--fault", default="", metavar="NAME",
+        help="show that a fault is noticed: disagree, die, stall, no-plugin, skip-break or drop-copy",
+    )  # fmt: skip
+    rehearse.add_argument("--host-only", action="store_true", help="the same without the plugin, for comparison")
+    rehearse.add_argument("--seed", type=int, default=7, help="seed of the traffic (default 7)")
+    rehearse.add_argument("--config", metavar="FILE", help="the plugin's settings in the rehearsal")
+    rehearse.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs there")
+    rehearse.set_defaults(run=_rehearse)
+
+    for command in (doctor, rehearse):
+        command.add_argument("--json", action="store_true", help="machine-readable, on standard output")
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_bcg_dsa import doctor, show
+
+    if args.config is not None:
+        from sglang_bcg_dsa.config import load
+
+        load(args.config)
+        environment.use_config(args.config)
+    decided, found, refusal = doctor.examine()
+    if args.json:
+        _print_json(doctor.as_json(decided, found, refusal))
+    else:
+        show.doctor(decided, found, refusal)
+    return OK if refusal is None else WRONG
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    from sglang_bcg_dsa import show
+    from sglang_bcg_dsa.config import load
+    from sglang_bcg_dsa.rehearse import BadRequest, Options, as_json, rehearse
+
+    options = Options(
+        args.ranks, args.requests, args.model, args.fault, args.host_only, args.seed, args.config, keep=args.keep
+    )
+    try:
+        options.check()
+    except BadRequest as error:
+        print(f"sglang-bcg-dsa rehearse: {error}", file=sys.stderr)
+        return BAD_INPUT
+    load(args.config)
+    outcome = rehearse(options, show.progress)
+    if args.json:
+        _print_json(as_json(outcome))
+    else:
+        show.rehearsal(outcome)
+    return {"equal": OK, "failed": WRONG, "unnoticed": UNNOTICED}[outcome.status]
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""The dress rehearsal: SGLang's real server on this machine's CPU, with the plugin, twice.
+
+Contract: the same seeded traffic goes to a server that replays prefill graphs (on the tape) and to
+one that runs eagerly; tokens and log-probabilities must be equal bit for bit, and something must
+have replayed. A fault must be noticed and named. Whatever happens, no process is left behind.
+
+What it shows is correctness and agreement between ranks. It says nothing about speed on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from sglang_bcg_dsa import environment, traffic
+from sglang_bcg_dsa.testing import faults
+from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
+from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
+
+Say = Callable[[str], None]
+
+MIN_RANKS, MAX_RANKS = 2, 8
+"""A vote needs two; each rank is a process of about 1.3 GB."""
+LADDER = (16, 32, 64, 128)
+CHUNK = 128
+NEW_TOKENS = 4
+TAPE_FAULTS = ("skip-break", "drop-copy")
+FAULTS = (*faults.FAULTS, *TAPE_FAULTS)
+FAULT_RANK = 1
+_REQUEST_SECONDS = 60.0
+_FAULT_CONFIG = "[audit]\nexchange_seconds = 5.0\nstall_seconds = 5.0\n"
+
+
+class BadRequest(ValueError):
+    """A rehearsal that cannot be set up as asked."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to rehearse."""
+
+    ranks: int = 2
+    requests: int = 24
+    model: ModelKind = "mla"
+    fault: str = ""
+    host_only: bool = False
+    seed: int = 7
+    config: str | None = None
+    port: int | None = None
+    keep: Path | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest for what cannot be rehearsed."""
+        if not MIN_RANKS <= self.ranks <= MAX_RANKS:
+            raise BadRequest(f"--ranks {self.ranks}: expected {MIN_RANKS} to {MAX_RANKS} (a vote needs two ranks)")
+        if not 1 <= self.requests <= 10_000:
+            raise BadRequest(f"--requests {self.requests}: expected 1 to 10000")
+        if self.model not in get_args(ModelKind):
+            raise BadRequest(f"--model {self.model}: expected one of {', '.join(get_args(ModelKind))}")
+        if self.fault and self.fault not in FAULTS:
+            raise BadRequest(f"--fault {self.fault}: expected one of {', '.join(FAULTS)}")
+        if self.fault in faults.FAULTS and self.host_only:
+            raise BadRequest(f"--fault {self.fault} needs the plugin; drop --host-only")
+
+
+@dataclass
+class Pass:
+    """One server's answers and accounts."""
+
+    name: str
+    start_seconds: float = 0.0
+    traffic_seconds: float = 0.0
+    answers: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    host_replays: int = 0
+    host_prefills: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a rehearsal found. ``problems`` empty: all is well."""
+
+    options: Options
+    host: str
+    waves: list[traffic.Wave]
+    passes: list[Pass] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    compared: int = 0
+    max_difference: float = 0.0
+    coverage: float | None = None
+    fault_seconds: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> Literal["equal", "failed", "unnoticed"]:
+        """``unnoticed``: a fault was asked for, and nothing was wrong."""
+        if self.options.fault and not self.problems:
+            return "unnoticed"
+        return "failed" if self.problems else "equal"
+
+
+def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
+    """Run it. Raises BadRequest; anything that goes wrong in a server is a problem in the outcome."""
+    options.check()
+    started = time.monotonic()
+    outcome = Outcome(
+        options,
+        f"SGLang {version('sglang')}",
+        traffic.waves(options.seed, options.requests, options.ranks, LADDER, CHUNK, VOCABULARY),
+    )
+    with _workdir(options.keep) as workdir:
+        try:
+            outcome.passes.append(_serve(outcome, workdir, graphs=True, say=say))
+            if options.fault not in faults.FAULTS:
+                outcome.passes.append(_serve(outcome, workdir, graphs=False, say=say))
+        except ServerDied as died:
+            outcome.problems += _causes(str(died))
+        else:
+            _judge(outcome)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+@contextmanager
+def _workdir(keep: Path | None) -> Any:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="bcg-dsa-rehearsal-") as folder:
+            yield Path(folder)
+
+
+# ---------------------------------------------------------------------- one server
+
+
+def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
+    options = outcome.options
+    done = Pass("graphs" if graphs else "eager")
+    spec = _spec(options, workdir, graphs)
+    what = "with prefill graphs" if graphs else "eager"
+    say(f"starting {outcome.host}, {options.ranks} ranks, {what} (about 30 s)")
+    start = time.monotonic()
+    with running_server(spec, workdir, done.name) as server:
+        done.start_seconds = time.monotonic() - start
+        say(f"up after {done.start_seconds:.0f} s; sending {options.requests} requests")
+        start = time.monotonic()
+        _send(outcome, server, done, say)
+        done.traffic_seconds = time.monotonic() - start
+        states = server.server_info()["internal_states"]
+        done.states = sorted(
+            (s["bcg_dsa"] for s in states if "bcg_dsa" in s), key=lambda s: (s["rank"]["dp"], s["rank"]["tp"])
+        )
+        _count_host_lines(server.log(), done)
+    return done
+
+
+def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
+    plugin_args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    path: tuple[Path, ...] = ()
+    if graphs and not options.host_only:
+        plugin_args = ("--plugins", "bcg_dsa")
+        config = options.config
+        if options.fault in faults.FAULTS:
+            config = str(workdir / "fault.toml")
+            Path(config).write_text(_FAULT_CONFIG)
+            faults.write_distribution(workdir / "fault")
+            path = (workdir / "fault",)
+            env = {environment.FAULT: f"{options.fault}@{FAULT_RANK}"}
+        if config is not None:
+            plugin_args += ("--bcg-dsa-config", str(Path(config).resolve()))
+    return ServerSpec(
+        model=write_model(workdir / "model", options.model),
+        tp=options.ranks,
+        dp=options.ranks,
+        dp_attention=True,
+        graphs=graphs,
+        ladder=LADDER,
+        # SGLang divides it by the number of DP ranks.
+        chunked_prefill_size=CHUNK * options.ranks,
+        fault=options.fault if graphs and options.fault in TAPE_FAULTS else "",
+        extra_args=plugin_args,
+        env=env,
+        python_path=path,
+    )
+
+
+def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
+    ranks = outcome.options.ranks
+    number = 0
+    watch = _Watch(server)
+    with ThreadPoolExecutor(max_workers=2 * ranks) as pool:
+        for index, wave in enumerate(outcome.waves, 1):
+            targets = [(number + i) % ranks for i in range(len(wave.prompts))]
+            number += len(wave.prompts)
+            began = time.monotonic()
+            pending = [
+                pool.submit(
+                    server.generate, prompt, NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS,
+                    data_parallel_rank=target,
+                )
+                for prompt, target in zip(wave.prompts, targets, strict=True)
+            ]  # fmt: skip
+            for answer in pending:
+                try:
+                    got = answer.result()
+                except (OSError, RuntimeError, ValueError) as error:
+                    for other in pending:
+                        other.cancel()
+                    raise watch.explain(error, began, outcome) from error
+                done.answers.append((list(got["output_ids"]), logprobs(got)))
+            say(f"wave {index}/{len(outcome.waves)} ({wave.kind}): {len(done.answers)}/{outcome.options.requests} answered")
+
+
+class _Watch:
+    """Knows which process is which rank, and tells what ended a server."""
+
+    def __init__(self, server: ServerHandle) -> None:
+        self._server = server
+        self._ranks = {pid: rank for pid in server.pids() if (rank := _rank_in_title(pid)) is not None}
+
+    def explain(self, error: Exception, began: float, outcome: Outcome) -> ServerDied:
+        """Wait for the server's end, which takes SGLang a few seconds, and say who caused it."""
+        gone: list[int] = []
+        deadline = time.monotonic() + 20.0
+        while True:
+            alive = set(self._server.pids())
+            newly = [rank for pid, rank in self._ranks.items() if pid not in alive and rank not in gone]
+            if not gone:
+                gone = newly
+            if self._server.process.poll() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        outcome.fault_seconds = time.monotonic() - began
+        lines = [f"a request failed: {error}"]
+        if gone and len(gone) < len(self._ranks):
+            lines.append(f"rank {', '.join(map(str, gone))}: its process was the first to be gone")
+        return ServerDied("\n".join([*lines, self._server.log()]))
+
+
+def _rank_in_title(pid: int) -> int | None:
+    """The TP rank in a scheduler's process title (``sglang::scheduler_DP1_TP1``)."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"sglang::scheduler\S*?_TP(\d+)", title)
+    return int(found.group(1)) if found else None
+
+
+def _count_host_lines(log: str, done: Pass) -> None:
+    """What SGLang's own log says of prefills: all it tells without the plugin."""
+    found = re.findall(r"Prefill batch.*?graph: (True|False)", log)
+    done.host_prefills, done.host_replays = len(found), found.count("True")
+
+
+def _causes(log: str) -> list[str]:
+    """The lines of a server's log that say what happened, each once."""
+    seen: dict[str, None] = {}
+    for line in log.splitlines():
+        found = re.search(r"(?:sglang-bcg-dsa|sglang_bcg_dsa\.testing): (.*)|^(rank \d.* gone|a request failed.*)", line)
+        if found:
+            text = found.group(1) or found.group(2)
+            if re.search(r"rank|cannot|lacks|not apply|expected", text) and not re.search(r"agree on", text):
+                seen.setdefault(text.strip(), None)
+    return list(seen) or ["the server ended:\n" + "\n".join(log.splitlines()[-20:])]
+
+
+# ---------------------------------------------------------------------- judgement
+
+
+def _judge(outcome: Outcome) -> None:
+    graphs = outcome.passes[0]
+    replay = sum(s["prefill"]["replay"] for s in graphs.states)
+    prefills = replay + sum(s["prefill"]["eager"] for s in graphs.states)
+    if outcome.options.host_only:
+        replay, prefills = graphs.host_replays, graphs.host_prefills
+    elif not graphs.states:
+        outcome.problems.append("the plugin did not report under /server_info; it was not active")
+    outcome.coverage = replay / prefills if prefills else None
+    if not replay:
+        outcome.problems.append("nothing was replayed: zero coverage, the comparison proves nothing")
+    if len(outcome.passes) == 2:
+        _compare(outcome)
+
+
+def _compare(outcome: Outcome) -> None:
+    graphs, eager = outcome.passes
+    for number, (got, wanted) in enumerate(zip(graphs.answers, eager.answers, strict=True)):
+        outcome.compared += 1
+        difference = _largest_difference(got[1], wanted[1])
+        outcome.max_difference = max(outcome.max_difference, difference)
+        if got[0] != wanted[0]:
+            outcome.problems.append(f"request {number}: tokens {got[0]} with graphs, {wanted[0]} eager")
+        elif difference:
+            outcome.problems.append(f"request {number}: log-probabilities differ by up to {difference:g}")
+
+
+def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Largest absolute difference; infinite where lengths differ or only one is not a number."""
+    if len(one) != len(other):
+        return math.inf
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        if math.isnan(a) or math.isnan(b):
+            return math.inf
+        worst = max(worst, abs(a - b))
+    return worst
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """The outcome in builtin types."""
+    options = outcome.options
+    return {
+        "status": outcome.status,
+        "host": outcome.host,
+        "model": options.model,
+        "ranks": options.ranks,
+        "requests": options.requests,
+        "fault": options.fault or None,
+        "host_only": options.host_only,
+        "problems": outcome.problems,
+        "compared": outcome.compared,
+        "max_logprob_difference": outcome.max_difference if math.isfinite(outcome.max_difference) else None,
+        "coverage": outcome.coverage,
+        "fault_noticed_after_seconds": outcome.fault_seconds,
+        "seconds": round(outcome.seconds, 1),
+        "passes": [
+            {"name": p.name, "start_seconds": round(p.start_seconds, 1), "traffic_seconds": round(p.traffic_seconds, 1),
+             "ranks": p.states}
+            for p in outcome.passes
+        ],
+    }  # fmt: skip
+
+

@@ -1,0 +1,48 @@
+"""Asks every rank where it is, over the process group's key-value store.
+
+Contract: never a collective, never waits longer than :data:`ANSWER_SECONDS`, never raises: it is
+used when something already went wrong. A rank that cannot answer is reported as such.
+"""
+
+from __future__ import annotations
+
+import json
+
+from sglang_bcg_dsa.exchange import Missing, Store, publish_and_collect
+from sglang_bcg_dsa.progress import Progress
+
+ANSWER_SECONDS = 2.0
+_PREFIX = "sglang_bcg_dsa/stall"
+
+
+class RollCall:
+    """One rank's side of the question "where is everybody?"."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def call(self, store: Store, rank: int, world: int) -> str:
+        """Ask; one clause per rank, in rank order."""
+        mine = self._progress.describe()
+        where = {rank: mine}
+        try:
+            store.set(f"{_PREFIX}/asked", "1")
+            records = publish_and_collect(store, _PREFIX, rank, world, {"where": mine}, ANSWER_SECONDS)
+            where = {other: str(record["where"]) for other, record in enumerate(records)}
+        except Missing as missing:
+            for other in range(world):
+                if other in missing.ranks:
+                    where[other] = "does not answer: it is stopped, dead or holds the interpreter"
+                elif other != rank:
+                    where[other] = str(json.loads(store.get(f"{_PREFIX}/{other}"))["where"])
+        except Exception as error:  # the store lives in rank 0's process and may be gone with it
+            where[0 if rank else 1] = f"cannot be asked ({type(error).__name__}: {error})"
+        return "; ".join(f"rank {other} {text}" for other, text in sorted(where.items()))
+
+    def asked(self, store: Store) -> bool:
+        """Whether some rank has called."""
+        return store.check([f"{_PREFIX}/asked"])
+
+    def answer(self, store: Store, rank: int) -> None:
+        """Say where this rank is."""
+        store.set(f"{_PREFIX}/{rank}", json.dumps({"where": self._progress.describe()}))

@@ -1,0 +1,150 @@
+"""Tables and progress for people. Everything here can be had as JSON instead."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sglang_bcg_dsa import __version__
+from sglang_bcg_dsa.reasons import meaning
+
+if TYPE_CHECKING:
+    from sglang_bcg_dsa.activate import Plan
+    from sglang_bcg_dsa.doctor import Part
+    from sglang_bcg_dsa.rehearse import Outcome
+
+# Logs and pipes get wide lines; a terminal its own width.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+_start = time.monotonic()
+
+
+def progress(text: str) -> None:
+    """One line of progress, with the seconds since the command began."""
+    err.print(Text(f"[{time.monotonic() - _start:5.0f} s] {text}", style="dim"))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def doctor(decided: Plan, found: list[Part], refusal: str | None) -> None:
+    """The report of ``doctor``."""
+    from sglang_bcg_dsa.doctor import STYLES
+    from sglang_bcg_dsa.seams import SEAMS
+
+    keys = {s.key for s in SEAMS}
+    fitting = sum(key in decided.seams for key in keys)
+    needless = len(keys) - fitting - len(decided.seams.mismatches)
+    out.print(Text(f"sglang-bcg-dsa {__version__} on {decided.host}", style="bold"))
+    out.print()
+    features = _table("Features", "feature", "state", "why")
+    for feature in decided.features:
+        features.add_row(feature.name, Text(feature.state.value, style=STYLES[feature.state]), Text(feature.reason))
+    out.print(features)
+    out.print()
+    seams = _table(
+        f"Seams: {fitting} of {len(keys)} fit this host" + (f", {needless} only other hosts have" if needless else ""),
+        "feature", "seam", "found",
+    )
+    for mismatch in decided.seams.mismatches:
+        seams.add_row(mismatch.feature, mismatch.key, Text(str(mismatch), style="red"))
+    out.print(seams if decided.seams.mismatches else Text(str(seams.title), style="bold"))
+    out.print()
+    parts = _table("Parts", "part", "found", "without it")
+    for part in found:
+        missing = Text("not found", style="yellow")
+        parts.add_row(part.name, part.found or missing, Text("" if part.found else part.without))
+    out.print(parts)
+    out.print()
+    if refusal is None:
+        out.print(Text("Everything that was asked for can run.", style="green"))
+    else:
+        out.print(Text(refusal, style="red"))
+
+
+def rehearsal(outcome: Outcome) -> None:
+    """The report of ``rehearse``."""
+    options = outcome.options
+    what = "host only" if options.host_only else f"with sglang-bcg-dsa {__version__}"
+    out.print(Text(f"Rehearsal of {outcome.host} {what}: {options.ranks} DP ranks, model {options.model}", style="bold"))
+    out.print()
+    if outcome.passes and outcome.passes[0].states:
+        _ranks(outcome.passes[0].states)
+        _reasons(outcome.passes[0].states)
+        _buckets(outcome.passes[0].states)
+    times = _table("Time", "pass", "start s", "traffic s")
+    for done in outcome.passes:
+        times.add_row(done.name, f"{done.start_seconds:.1f}", f"{done.traffic_seconds:.1f}")
+    out.print(times)
+    out.print()
+    for problem in outcome.problems[:12]:
+        out.print(Text(f"- {problem}", style="red"))
+    if len(outcome.problems) > 12:
+        out.print(Text(f"- and {len(outcome.problems) - 12} more", style="red"))
+    out.print(Text(verdict(outcome), style="green" if outcome.status == "equal" else "red"))
+
+
+def verdict(outcome: Outcome) -> str:
+    """The last line."""
+    took = f"{outcome.seconds:.0f} s"
+    if outcome.options.fault:
+        if outcome.status == "unnoticed":
+            return f"The fault {outcome.options.fault!r} went unnoticed ({took})."
+        after = f", {outcome.fault_seconds:.1f} s after the request that met it" if outcome.fault_seconds else ""
+        return f"The fault {outcome.options.fault!r} was noticed{after} ({took} in all)."
+    if outcome.status == "failed":
+        return f"Failed: {len(outcome.problems)} problem(s) ({took})."
+    coverage = "unknown" if outcome.coverage is None else f"{100 * outcome.coverage:.1f} %"
+    return (
+        f"Equal: {outcome.compared} of {outcome.compared} requests have the same tokens and log-probabilities, bit for "
+        f"bit, with graphs and eager; coverage {coverage} ({took})."
+    )
+
+
+def _ranks(states: list[dict[str, Any]]) -> None:
+    table = _table(
+        "Prefills by rank", "rank", "replayed", "eager", "coverage", "real tokens", "padding", "vote us", "capture s"
+    )
+    for state in states:
+        real, padded = state["tokens"]["real"], state["tokens"]["padded"]
+        coverage = state["coverage"]
+        table.add_row(
+            f"DP{state['rank']['dp']}",
+            str(state["prefill"]["replay"]),
+            str(state["prefill"]["eager"]),
+            "none" if coverage is None else f"{100 * coverage:.1f} %",
+            str(real),
+            f"{100 * padded / (real + padded):.0f} %" if real + padded else "",
+            str(state["adapter_us"]["mean"]),
+            f"{sum(c['seconds'] for c in state['capture'].values()):.1f}",
+        )
+    out.print(table)
+    out.print()
+
+
+def _reasons(states: list[dict[str, Any]]) -> None:
+    table = _table("Why not: votes against, by rank", "rank", "reason", "votes", "meaning")
+    # Every rank has seen every vote; the first one's account is the group's.
+    for row in states[0]["votes_no"]:
+        table.add_row(f"DP{row['rank']}", row["reason"], str(row["votes"]), Text(meaning(row["reason"])))
+    if not states[0]["votes_no"]:
+        table.add_row("", "none", "", "")
+    out.print(table)
+    out.print()
+
+
+def _buckets(states: list[dict[str, Any]]) -> None:
+    table = _table("Buckets", "tokens", *[f"replays DP{s['rank']['dp']}" for s in states], "capture s")
+    for bucket, captured in states[0]["capture"].items():
+        table.add_row(bucket, *[str(s["buckets"].get(bucket, 0)) for s in states], f"{captured['seconds']:.2f}")
+    out.print(table)
+    out.print()

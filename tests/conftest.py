@@ -1,0 +1,94 @@
+"""Shared by all tests. The suite runs inside the virtual environment of one real SGLang host."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "sglang_bcg_dsa"
+
+# This suite needs no device, and a visible one would change what SGLang resolves.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+for name in [n for n in os.environ if n.startswith("SGLANG_BCG_DSA")]:
+    del os.environ[name]
+
+def import_host() -> None:
+    """Import the host once, with its own and its libraries' warnings: those are not this suite's."""
+    from sglang_bcg_dsa.seams import SEAMS
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in sorted({seam.module for seam in SEAMS}):
+            importlib.import_module(module)
+
+
+import_host()
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Run:
+    """Run code, or arguments, in a fresh interpreter of this environment, in an empty folder."""
+
+    def run(
+        code: str | Sequence[str], *, env: dict[str, str] | None = None, path: Sequence[Path] = (), timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, *code]
+        python_path = os.pathsep.join(str(p) for p in path)
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, **({"PYTHONPATH": python_path} if path else {}), **(env or {})},
+        )
+
+    return run
+
+
+class Zygote:
+    """Cases of ``tests/zygote.py``: the host's command line in a fresh fork of a process that has it loaded."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(
+        self, *argv: str, env: dict[str, str] | None = None, path: Sequence[Path] = (), code: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``launch_server`` or ``serve`` with arguments, or ``code``, after ``env`` and ``path``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"argv": list(argv), "env": env or {}, "path": [str(p) for p in path], "code": code}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        return subprocess.CompletedProcess(argv, answer["returncode"], answer["stdout"], answer["stderr"])
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One process for all cases of a session."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.zygote"], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        while line and line != "READY\n":
+            line = process.stdout.readline()
+        assert line, "the host cannot be imported"
+        yield Zygote(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
