@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Progress:
-    """Number of the last vote, whether this rank waits in it, and since when."""
+    """Number of the last vote, whether this rank waits in it, and since when. Held for each gather."""
 
     __slots__ = ("since", "step", "voting")
 
@@ -17,17 +15,16 @@ class Progress:
         self.voting = False
         self.since = time.monotonic()
 
-    @contextmanager
-    def in_vote(self) -> Iterator[None]:
-        """The gather of one vote."""
+    def __enter__(self) -> None:
+        """The gather of a vote begins."""
         self.step += 1
         self.since = time.monotonic()
         self.voting = True
-        try:
-            yield
-        finally:
-            self.since = time.monotonic()
-            self.voting = False
+
+    def __exit__(self, *error: object) -> None:
+        """It ended, well or not."""
+        self.since = time.monotonic()
+        self.voting = False
 
     @property
     def seconds(self) -> float:

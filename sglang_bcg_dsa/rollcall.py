@@ -15,15 +15,26 @@ ANSWER_SECONDS = 2.0
 _PREFIX = "sglang_bcg_dsa/stall"
 
 
+def group() -> tuple[Store, int, int]:
+    """The world's key-value store, this process's rank in it, and its size."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
+
+
 class RollCall:
     """One rank's side of the question "where is everybody?"."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def call(self, store: Store, rank: int, world: int) -> str:
+    def call(self) -> str:
         """Ask; one clause per rank, in rank order."""
         mine = self._progress.describe()
+        try:
+            store, rank, world = group()
+        except (AttributeError, ValueError, RuntimeError) as error:
+            return f"this rank {mine}; there is no process group to ask others in ({error})"
         where = {rank: mine}
         try:
             store.set(f"{_PREFIX}/asked", "1")
@@ -39,10 +50,11 @@ class RollCall:
             where[0 if rank else 1] = f"cannot be asked ({type(error).__name__}: {error})"
         return "; ".join(f"rank {other} {text}" for other, text in sorted(where.items()))
 
-    def asked(self, store: Store) -> bool:
+    def asked(self) -> bool:
         """Whether some rank has called."""
-        return store.check([f"{_PREFIX}/asked"])
+        return group()[0].check([f"{_PREFIX}/asked"])
 
-    def answer(self, store: Store, rank: int) -> None:
+    def answer(self) -> None:
         """Say where this rank is."""
+        store, rank, _ = group()
         store.set(f"{_PREFIX}/{rank}", json.dumps({"where": self._progress.describe()}))

@@ -73,11 +73,12 @@ def decode(rank: int, tokens: int, column: int, yes: bool) -> Vote:
 
 def tally(step: int, votes: Sequence[Vote], ladder: Sequence[int], alignment: int = 1) -> Verdict:
     """The verdict on one step. Replay needs every rank's yes: their collectives must match."""
-    replay = all(vote.yes for vote in votes)
-    prefill = any(vote.prefill for vote in votes)
-    bucket = None
+    replay, prefill, most, bucket = True, False, 0, None
+    for vote in votes:
+        replay = replay and vote.yes
+        prefill = prefill or vote.prefill
+        most = max(most, vote.tokens)
     if replay and prefill:
-        most = max(vote.tokens for vote in votes)
         bucket = bucket_for(-(-most // alignment) * alignment, ladder)
     return Verdict(step, replay, prefill, bucket, tuple(votes))
 

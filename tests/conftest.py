@@ -77,10 +77,13 @@ class Zygote:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """One process for all cases of a session."""
+    from sglang_bcg_dsa.testing.models import write_model
+
+    model = write_model(tmp_path_factory.mktemp("zygote"), "dense")
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.zygote"], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "tests.zygote", str(model)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as process:  # fmt: skip
         assert process.stdout is not None

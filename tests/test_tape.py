@@ -246,13 +246,30 @@ def test_allowed_reads_are_frozen() -> None:
 
 
 def test_other_threads_are_left_alone() -> None:
-    """Invariant: a capture watches its own thread only."""
+    """Invariant: a capture watches its own thread only, and each thread may have one."""
     t, seen = torch.ones(2), []
-    with captured(graph := TapeGraph()):
-        thread = threading.Thread(target=lambda: seen.append((t.tolist(), (t * 2).sum().item())))
+
+    def elsewhere() -> None:
+        seen.append((t.tolist(), (t * 2).sum().item()))
+        with captured(own := TapeGraph()):
+            t + 1
+            with pytest.raises(HostReadDuringCapture):
+                t.tolist()
+        seen.append(len(own))
+
+    with captured(graph := TapeGraph()), allow_host_reads("only this thread's reads are allowed"):
+        thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert (seen, len(graph)) == ([([1.0, 1.0], 4.0)], 0)
+    assert (seen, len(graph)) == ([([1.0, 1.0], 4.0), 1], 0)
+
+
+def test_views_cost_nothing_at_replay() -> None:
+    """Invariant: what only makes an alias or changes a shape is not a step."""
+    x, graph = torch.ones(1, 4), TapeGraph()
+    with captured(graph):
+        x.view(2, 2).t()[0].unsqueeze(0).squeeze_(0)
+    assert len(graph) == 0
 
 
 def test_nothing_is_left_behind_after_capture() -> None:

@@ -86,6 +86,16 @@ def run(order: dict[str, object]) -> dict[str, object]:
     return {"returncode": os.waitstatus_to_exitcode(status), "stdout": texts[0], "stderr": texts[1]}
 
 
+def warm(model: str) -> None:
+    """Resolve one command line, so that what the host imports on the way is imported before the forks."""
+    before = dict(os.environ)
+    from sglang.srt.server_args import prepare_server_args
+
+    prepare_server_args(["--model-path", model, "--device", "cpu", "--skip-tokenizer-init", "--load-format", "dummy"])
+    os.environ.clear()
+    os.environ.update(before)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     import sglang.cli.main
@@ -95,6 +105,7 @@ if __name__ == "__main__":
 
     with contextlib.suppress(ImportError):
         import sglang.cli.serve  # noqa: F401
+    warm(sys.argv[1])
     print("READY", flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)

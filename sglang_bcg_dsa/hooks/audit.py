@@ -29,7 +29,7 @@ from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
-from sglang_bcg_dsa.rollcall import ANSWER_SECONDS, RollCall
+from sglang_bcg_dsa.rollcall import ANSWER_SECONDS, RollCall, group
 from sglang_bcg_dsa.seams import SeamSet
 
 logger = logging.getLogger(__name__)
@@ -72,28 +72,22 @@ class AuditFeature:
     def on_ready(self, result: Any, scheduler: Any) -> None:
         """The scheduler is built. Ranks without graphs have not compared yet."""
         self._exchange(())
-        import torch.distributed as dist
-
-        if dist.get_world_size() > 1:
+        if group()[2] > 1:
             threading.Thread(target=self._watch, name="bcg-dsa-watchdog", daemon=True).start()
 
     def _exchange(self, ladder: tuple[int, ...]) -> None:
         if self._exchanged:
             return
         self._exchanged = True
-        import torch.distributed as dist
-
-        world = dist.get_world_size()
+        store, rank, world = group()
         if world == 1:
             return
-        rank = dist.get_rank()
         record = {
             "plugin version": __version__,
             "reasons": list(self._table.names),
             "ladder": list(ladder),
             **self._features(),
         }
-        store = dist.group.WORLD.get_group_store()
         try:
             records = publish_and_collect(
                 store, _START, rank, world, record, self._settings.exchange_seconds
@@ -114,10 +108,8 @@ class AuditFeature:
 
     def _watch(self) -> None:
         """The watchdog's thread. It acts only while a vote is overdue."""
-        import torch.distributed as dist
-
         limit, progress, rolls = self._settings.stall_seconds, self._progress, self._rolls
-        store, rank, world = dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
+        rank = group()[1]
         while True:
             time.sleep(min(limit / 4, ANSWER_SECONDS / 2))
             if not progress.step or progress.seconds <= limit:
@@ -125,12 +117,12 @@ class AuditFeature:
             if progress.voting:
                 logger.critical(
                     "sglang-bcg-dsa: no verdict for %g s: %s. Stopping the server. Stacks of rank %d:\n%s",
-                    limit, rolls.call(store, rank, world), rank, _stacks(),
+                    limit, rolls.call(), rank, _stacks(),
                 )  # fmt: skip
                 _bring_down()
-            elif rolls.asked(store):
+            elif rolls.asked():
                 # Another rank waits for this one, and will stop the server.
-                rolls.answer(store, rank)
+                rolls.answer()
                 logger.critical(
                     "sglang-bcg-dsa: rank %d %s, and other ranks wait for it. Its stacks:\n%s",
                     rank, progress.describe(), _stacks(),

@@ -11,10 +11,10 @@ Adapters run on the scheduler's thread and never touch a device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from sglang_bcg_dsa import hostfacts, reasons, vote
@@ -89,16 +89,11 @@ class VoteFeature:
 
     def on_batch(self, original: Callable[..., Any], adapter: Any, local_batch: Any) -> Any:
         """A rank is about to vote on ``local_batch`` (None when it has nothing to run)."""
-        with self._voting_on(local_batch):
-            return original(adapter, local_batch)
-
-    @contextmanager
-    def _voting_on(self, batch: Any) -> Iterator[None]:
         step = self.step
         step.number += 1
-        step.batch, step.verdict, step.adapter_us = batch, None, 0.0
+        step.batch, step.verdict, step.adapter_us = local_batch, None, 0.0
         try:
-            yield
+            return original(adapter, local_batch)
         finally:
             step.batch = None
 
@@ -112,7 +107,7 @@ class VoteFeature:
         info.is_extend_in_batch = vote.encode(prefill, against)
         before = time.perf_counter()
         try:
-            with self._progress.in_vote():
+            with self._progress:
                 original(info, *args, **kwargs)
         except RuntimeError as error:
             raise self._broken_vote(error) from error
@@ -128,7 +123,7 @@ class VoteFeature:
         if batch is None or batch.forward_mode.is_idle():
             return 0 if host_yes else reasons.NO_GRAPH_RUNNER
         facts = hostfacts.of_schedule_batch(
-            batch, info.num_tokens, self._alignment(), self.runner, convertible=host_yes
+            batch, info.num_tokens, self._alignment, self.runner, convertible=host_yes
         )
         against = reasons_against(facts, self.runner)
         if facts.prefill and self._vetoed:
@@ -137,17 +132,16 @@ class VoteFeature:
 
     def _conclude(self, info: Any) -> None:
         """Read the gathered votes, once some rank prefills."""
-        column = self._columns
+        tokens, prefill, ballot = self._columns["tokens"], self._columns["prefill"], self._columns["ballot"]
         rows = getattr(info, self._rows)
         votes = [
-            vote.decode(rank, row[column["tokens"]], row[column["prefill"]], bool(row[column["ballot"]]))
-            for rank, row in enumerate(rows.tolist())
+            vote.decode(rank, row[tokens], row[prefill], row[ballot] != 0) for rank, row in enumerate(rows.tolist())
         ]
         ladder = self.runner.ladder if self.runner is not None else ()
-        verdict = vote.tally(self.step.number, votes, ladder, self._alignment())
+        verdict = vote.tally(self.step.number, votes, ladder, self._alignment)
         if verdict.against:
             # The reasons were ours to read; later readers of the rows expect 0 or 1.
-            rows[:, column["prefill"]].clamp_(max=1)
+            rows[:, prefill].clamp_(max=1)
         if verdict.replay != bool(getattr(info, self._ballot)):
             raise LockstepError(
                 f"step {verdict.step}: SGLang reduced the votes to {getattr(info, self._ballot)}, but they say "
@@ -188,17 +182,14 @@ class VoteFeature:
         verdict = self.step.verdict
         tokens = run
         if verdict is not None:
-            tokens = verdict.votes[self._rank()].tokens
+            tokens = verdict.votes[self._rank].tokens
         bucket = self._bucket(run) if replay else None
         self._hooks.bcg_forward(
             forward=Forward(replay, against, tokens, bucket or run, bucket, verdict, self.step.adapter_us)
         )
 
     def _broken_vote(self, error: RuntimeError) -> LockstepError:
-        import torch.distributed as dist
-
-        positions = self._rolls.call(dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size())
-        message = f"the vote of step {self.step.number} failed ({error}): {positions}"
+        message = f"the vote of step {self.step.number} failed ({error}): {self._rolls.call()}"
         logger.critical("sglang-bcg-dsa: %s", message)
         return LockstepError(message)
 
@@ -206,8 +197,8 @@ class VoteFeature:
         verdict = self.step.verdict
         said = vote.describe(verdict, self._reasons) if verdict is not None else "votes unknown"
         message = (
-            f"rank {self._rank()}: the group agreed to replay step {self.step.number}"
-            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but rank {self._rank()} may not: "
+            f"rank {self._rank}: the group agreed to replay step {self.step.number}"
+            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but rank {self._rank} may not: "
             f"{self._reasons.text(against)}. Votes: {said}. Stopping here: an eager rank would leave the others "
             "waiting in their next collective"
         )
@@ -250,9 +241,12 @@ class VoteFeature:
     def _bucket(self, tokens: int) -> int | None:
         return bucket_for(tokens, self.runner.ladder) if self.runner is not None else None
 
+    @functools.cached_property
     def _alignment(self) -> int:
+        """Attention-TP size. Read late, when the host has its groups, and once: it is fixed then."""
         return int(self._get_parallel().attn_tp_size)
 
+    @functools.cached_property
     def _rank(self) -> int:
         return int(self._get_parallel().attn_dp_rank)
 

@@ -9,6 +9,7 @@ Whether a row is needed on the installed host is decided by looking at the host,
 version; the ``hosts`` column only says where that has been seen.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import importlib

@@ -93,12 +93,12 @@ def _platform_class() -> Any:
     class TapeCpuPlatformWithPools(TapeCpuPlatform):
         """For hosts (0.5.16) that ask an out-of-tree platform for each pool."""
 
-        def get_mha_kv_pool_cls(self) -> type:
+        def get_mha_kv_pool_cls(self) -> Any:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
             return MHATokenToKVPool
 
-        def get_mla_kv_pool_cls(self) -> type:
+        def get_mla_kv_pool_cls(self) -> Any:
             from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
             class Pool(MLATokenToKVPool):  # type: ignore[misc]
@@ -115,7 +115,7 @@ def _platform_class() -> Any:
 
             return Pool
 
-        def get_paged_allocator_cls(self) -> type:
+        def get_paged_allocator_cls(self) -> Any:
             from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
             return PagedTokenToKVPoolAllocator

@@ -27,6 +27,7 @@ operator is opaque, and replay calls it again. Only the capturing thread is watc
 may use the tensors freely.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import threading
