@@ -23,6 +23,7 @@ from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.hooks.audit import AuditFeature
 from sglang_bcg_dsa.hooks.explain import ExplainFeature
 from sglang_bcg_dsa.hooks.manager import build_manager, declared_reasons
+from sglang_bcg_dsa.hooks.moe import MoeFeature
 from sglang_bcg_dsa.hooks.vote import VoteFeature
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.progress import Progress
@@ -73,6 +74,7 @@ def plan(config: Config) -> Plan:
     hooks = manager.hook
     rolls = RollCall(progress)
     builtin = (
+        MoeFeature(),
         VoteFeature(hooks, progress, rolls),
         ExplainFeature(hooks, states),
         AuditFeature(progress, rolls, states),

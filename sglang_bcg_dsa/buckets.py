@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 Ladder = tuple[int, ...]
 
@@ -23,10 +24,10 @@ def ladder(sizes: Iterable[int]) -> Ladder:
         raise ValueError("the ladder is empty; give at least one bucket, in tokens")
     for size in found:
         if isinstance(size, bool) or not isinstance(size, int):
-            raise ValueError(f"bucket {size!r} is not a whole number of tokens")
+            raise ValueError(f"bucket {size!r} is not a whole number of tokens")  # noqa: TRY004 - one kind of error
         if size < 1:
             raise ValueError(f"bucket {size} is below 1 token")
-    for low, high in zip(found, found[1:], strict=False):
+    for low, high in pairwise(found):
         if low == high:
             raise ValueError(f"bucket {low} stands twice in the ladder")
         if low > high:

@@ -19,7 +19,10 @@ def group() -> tuple[Store, int, int]:
     """The world's key-value store, this process's rank in it, and its size."""
     import torch.distributed as dist
 
-    return dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return world.get_group_store(), dist.get_rank(), dist.get_world_size()
 
 
 class RollCall:
@@ -33,7 +36,7 @@ class RollCall:
         mine = self._progress.describe()
         try:
             store, rank, world = group()
-        except (AttributeError, ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             return f"this rank {mine}; there is no process group to ask others in ({error})"
         where = {rank: mine}
         try:

@@ -21,6 +21,7 @@ _DP = "sglang.srt.managers.scheduler_components.dp_attn"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _FORWARD = "sglang.srt.model_executor.forward_batch_info"
 _BCG = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+_MOE = "sglang.srt.layers.moe.ep_moe.layer"
 _ALL = "0.5.16, 0.5.23"
 
 
@@ -170,6 +171,25 @@ SEAMS: tuple[Seam, ...] = (
          "ranks compare features and ladder here: all have just left a barrier, none has captured", ("self",)),
         ("scheduler.ready", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.init_dp_attn_adapter",
          "the last step of start-up: every hook is verified here, and ranks without graphs compare", ("self",)),
+    ),
+    *_rows(
+        "moe",
+        "hosts without a DeepEP break of their own (before 0.5.17) are no longer supported",
+        ("moe.native", Kind.ATTRIBUTE, f"{_MOE}:DeepEPMoE.a2a_forward_with_output",
+         "the host has a break of its own, which is then kept", (), "0.5.23", True),
+        ("moe.choose", Kind.HOOK, f"{_MOE}:get_moe_impl_class", "models ask here which MoE class to build",
+         ("quant_config",)),
+        ("moe.impl", Kind.CALL, f"{_MOE}:DeepEPMoE.forward_impl", "dispatch, experts and combine, run by the break",
+         ("hidden_states", "topk_output")),
+        ("moe.shared", Kind.HOOK, "sglang.srt.models.deepseek_v2:DeepseekV2MoE.forward_deepep",
+         "its alternate stream must not fork across the break", ("self", "hidden_states")),
+        ("moe.topk", Kind.VALUE, "sglang.srt.layers.moe.topk:StandardTopKOutput", "rebuilt inside the break"),
+        ("moe.get_mode", Kind.CALL, "sglang.srt.layers.dp_attention:get_is_extend_in_batch",
+         "DeepEP's mode follows it; restored after the break"),
+        ("moe.set_mode", Kind.CALL, "sglang.srt.layers.dp_attention:set_is_extend_in_batch",
+         "the break runs NORMAL", ("is_extend_in_batch",)),
+        ("moe.group", Kind.CALL, "sglang.srt.distributed.parallel_state:get_tp_group",
+         "the ranks that meet before the break while capturing"),
     ),
     *_rows(
         "parallel",

@@ -21,6 +21,7 @@ from sglang_bcg_dsa.engine import current_capture
 from sglang_bcg_dsa.errors import CaptureError
 from sglang_bcg_dsa.testing import TapeGraph
 
+
 @pytest.fixture(autouse=True)
 def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's engine runs unchanged; only torch's graph and stream are stood in for."""

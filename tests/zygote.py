@@ -101,7 +101,7 @@ if __name__ == "__main__":
     import sglang.cli.main
     import sglang.launch_server
     import sglang.srt.plugins
-    import sglang.srt.server_args  # noqa: F401
+    import sglang.srt.server_args
 
     with contextlib.suppress(ImportError):
         import sglang.cli.serve  # noqa: F401

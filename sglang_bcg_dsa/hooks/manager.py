@@ -7,8 +7,9 @@ plugin, at load. Nothing is registered globally; each call builds its own manage
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 import pluggy
 
@@ -60,5 +61,6 @@ def declared_reasons(manager: pluggy.PluginManager) -> list[tuple[str, str]]:
     """(plugin name, reason) pairs of all plugins, for the reason table."""
     pairs = []
     for impl in manager.hook.bcg_reasons.get_hookimpls():
-        pairs += [(impl.plugin_name, reason) for reason in impl.function() or ()]
+        declared = cast("Iterable[str] | None", impl.function())
+        pairs += [(impl.plugin_name, reason) for reason in declared or ()]
     return pairs

@@ -27,7 +27,7 @@ def bcg_configure(config: Config) -> None:
 
 
 @hookspec
-def bcg_feature(config: Config, seams: SeamSet) -> Feature | None:  # type: ignore[empty-body]
+def bcg_feature(config: Config, seams: SeamSet) -> Feature | None:
     """Once per process: what the plugin would do on this host. Must not import the host."""
 
 

@@ -1,0 +1,1 @@
+"""Subclasses of SGLang's own classes: what runs inside a captured forward."""

@@ -1,0 +1,59 @@
+"""Builtin feature ``moe``: the DeepEP MoE break, on hosts that do not have one.
+
+Contract: models get a subclass of the host's DeepEPMoE from ``get_moe_impl_class``; see
+:mod:`sglang_bcg_dsa.backends.deepep` for what it does. A host with its own break keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_bcg_dsa.config import Config
+from sglang_bcg_dsa.hooks import hookimpl
+from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.reasons import ReasonTable
+from sglang_bcg_dsa.records import Feature, State
+from sglang_bcg_dsa.seams import SeamSet, resolve, resolve_owner
+
+
+class MoeFeature:
+    """Hands models our DeepEPMoE."""
+
+    name = "moe"
+
+    @hookimpl
+    def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
+        if "moe.native" in seams:
+            return Feature(self.name, State.NATIVE, "SGLang has a DeepEP MoE break of its own")
+        return Feature(self.name, State.SUPPLIED, "SGLang would capture DeepEP's dispatch, which never ends")
+
+    @hookimpl
+    def bcg_install(self, config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
+        self._seams = seams
+        self._seconds = config.moe.barrier_seconds
+        self._class: type | None = None
+        installer.after("moe.choose", self.on_choose)
+        installer.around("moe.shared", self.on_shared)
+
+    def on_choose(self, result: type, *args: Any, **kwargs: Any) -> type | None:
+        """Replace the host's DeepEPMoE, and only it, by our subclass."""
+        if result is not resolve_owner(self._seams["moe.impl"]):
+            return None
+        if self._class is None:
+            from sglang_bcg_dsa.backends import deepep
+
+            topk = resolve(self._seams["moe.topk"])
+            call = deepep.make_break(
+                topk,
+                resolve(self._seams["moe.get_mode"]),
+                resolve(self._seams["moe.set_mode"]),
+                deepep.named_barrier(resolve(self._seams["moe.group"]), self._seconds),
+            )
+            self._class = deepep.with_break(result, call, lambda output: hasattr(output, "topk_ids"))
+        return self._class
+
+    def on_shared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The shared experts' stream is joined inside the segment."""
+        from sglang_bcg_dsa.backends.deepep import single_stream
+
+        return single_stream(original, *args, **kwargs)
