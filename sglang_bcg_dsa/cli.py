@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show that a fault is noticed: disagree, die, stall, no-plugin, skip-break or drop-copy",
     )  # fmt: skip
     rehearse.add_argument("--host-only", action="store_true", help="the same without the plugin, for comparison")
+    rehearse.add_argument(
+        "--deepep", action="store_true", help="experts' tokens cross ranks through SGLang's DeepEP dispatcher, over gloo"
+    )
     rehearse.add_argument("--seed", type=int, default=7, help="seed of the traffic (default 7)")
     rehearse.add_argument("--config", metavar="FILE", help="the plugin's settings in the rehearsal")
     rehearse.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs there")
@@ -104,8 +107,9 @@ def _rehearse(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa.rehearse import BadRequest, Options, as_json, rehearse
 
     options = Options(
-        args.ranks, args.requests, args.model, args.fault, args.host_only, args.seed, args.config, keep=args.keep
-    )
+        ranks=args.ranks, requests=args.requests, model=args.model, fault=args.fault, host_only=args.host_only,
+        deepep=args.deepep, seed=args.seed, config=args.config, keep=args.keep,
+    )  # fmt: skip
     try:
         options.check()
     except BadRequest as error:

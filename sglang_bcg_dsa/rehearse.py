@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_bcg_dsa import environment, traffic
-from sglang_bcg_dsa.testing import faults
+from sglang_bcg_dsa.testing import deep_ep_gloo, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
 from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
 
@@ -53,9 +53,9 @@ class Options:
     model: ModelKind = "mla"
     fault: str = ""
     host_only: bool = False
+    deepep: bool = False
     seed: int = 7
     config: str | None = None
-    port: int | None = None
     keep: Path | None = None
 
     def check(self) -> None:
@@ -68,6 +68,8 @@ class Options:
             raise BadRequest(f"--model {self.model}: expected one of {', '.join(get_args(ModelKind))}")
         if self.fault and self.fault not in FAULTS:
             raise BadRequest(f"--fault {self.fault}: expected one of {', '.join(FAULTS)}")
+        if self.deepep and self.model == "dense":
+            raise BadRequest("--deepep: the dense model has no experts; use --model mla or moe")
         if self.fault in faults.FAULTS and self.host_only:
             raise BadRequest(f"--fault {self.fault} needs the plugin; drop --host-only")
 
@@ -83,6 +85,7 @@ class Pass:
     states: list[dict[str, Any]] = field(default_factory=list)
     host_replays: int = 0
     host_prefills: int = 0
+    rows_crossed: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -123,7 +126,8 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
             if options.fault not in faults.FAULTS:
                 outcome.passes.append(_serve(outcome, workdir, graphs=False, say=say))
         except ServerDied as died:
-            outcome.problems += _causes(str(died))
+            logs = [path.read_text(errors="replace") for path in sorted(workdir.glob("*.log"))]
+            outcome.problems += _causes("\n".join([*logs, str(died)]))
         else:
             _judge(outcome)
     outcome.seconds = time.monotonic() - started
@@ -160,6 +164,7 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
         done.states = sorted(
             (s["bcg_dsa"] for s in states if "bcg_dsa" in s), key=lambda s: (s["rank"]["dp"], s["rank"]["tp"])
         )
+        done.rows_crossed = [s["deep_ep_gloo"]["rows_sent"] for s in states if "deep_ep_gloo" in s]
         _count_host_lines(server.log(), done)
     return done
 
@@ -168,6 +173,11 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
     plugin_args: tuple[str, ...] = ()
     env: dict[str, str] = {}
     path: tuple[Path, ...] = ()
+    if options.deepep:
+        deep_ep_gloo.write_distribution(workdir / "deep_ep")
+        path += (workdir / "deep_ep",)
+        # The grouped top-k of 0.5.16 is compiled at its first call, which takes a minute on a CPU.
+        env["TORCHDYNAMO_DISABLE"] = "1"
     if graphs and not options.host_only:
         plugin_args = ("--plugins", "bcg_dsa")
         config = options.config
@@ -175,8 +185,8 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
             config = str(workdir / "fault.toml")
             Path(config).write_text(_FAULT_CONFIG)
             faults.write_distribution(workdir / "fault")
-            path = (workdir / "fault",)
-            env = {environment.FAULT: f"{options.fault}@{FAULT_RANK}"}
+            path = (workdir / "fault", *path)
+            env[environment.FAULT] = f"{options.fault}@{FAULT_RANK}"
         if config is not None:
             plugin_args += ("--bcg-dsa-config", str(Path(config).resolve()))
     return ServerSpec(
@@ -189,7 +199,7 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         # SGLang divides it by the number of DP ranks.
         chunked_prefill_size=CHUNK * options.ranks,
         fault=options.fault if graphs and options.fault in TAPE_FAULTS else "",
-        extra_args=plugin_args,
+        extra_args=(*plugin_args, *(deep_ep_gloo.SERVER_ARGS if options.deepep else ())),
         env=env,
         python_path=path,
     )
@@ -245,7 +255,7 @@ class _Watch:
         lines = [f"a request failed: {error}"]
         if gone and len(gone) < len(self._ranks):
             lines.append(f"rank {', '.join(map(str, gone))}: its process was the first to be gone")
-        return ServerDied("\n".join([*lines, self._server.log()]))
+        return ServerDied("\n".join(lines))
 
 
 def _rank_in_title(pid: int) -> int | None:
@@ -265,14 +275,16 @@ def _count_host_lines(log: str, done: Pass) -> None:
 
 
 def _causes(log: str) -> list[str]:
-    """The lines of a server's log that say what happened, each once."""
+    """What ended a server: our own words in its log, each once; failing that, the end of the log."""
+    ours = re.compile(r"(?:sglang-bcg-dsa|sglang_bcg_dsa\.testing): (.*)|^(rank \d.* gone)$")
+    routine = re.compile(r"^(on, |\d+ ranks agree|prefill graphs for|\d+ prefills in|none of the first)")
     seen: dict[str, None] = {}
     for line in log.splitlines():
-        found = re.search(r"(?:sglang-bcg-dsa|sglang_bcg_dsa\.testing): (.*)|^(rank \d.* gone|a request failed.*)", line)
+        found = ours.search(line)
         if found:
-            text = found.group(1) or found.group(2)
-            if re.search(r"rank|cannot|lacks|not apply|expected", text) and not re.search(r"agree on", text):
-                seen.setdefault(text.strip(), None)
+            text = (found.group(1) or found.group(2)).strip()
+            if not routine.match(text):
+                seen.setdefault(text, None)
     return list(seen) or ["the server ended:\n" + "\n".join(log.splitlines()[-20:])]
 
 
@@ -290,6 +302,8 @@ def _judge(outcome: Outcome) -> None:
     outcome.coverage = replay / prefills if prefills else None
     if not replay:
         outcome.problems.append("nothing was replayed: zero coverage, the comparison proves nothing")
+    if outcome.options.deepep and not all(sum(done.rows_crossed) for done in outcome.passes):
+        outcome.problems.append("no tokens crossed ranks through DeepEP's dispatcher")
     if len(outcome.passes) == 2:
         _compare(outcome)
 
@@ -329,6 +343,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "requests": options.requests,
         "fault": options.fault or None,
         "host_only": options.host_only,
+        "deepep": options.deepep,
         "problems": outcome.problems,
         "compared": outcome.compared,
         "max_logprob_difference": outcome.max_difference if math.isfinite(outcome.max_difference) else None,
@@ -337,7 +352,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 1),
         "passes": [
             {"name": p.name, "start_seconds": round(p.start_seconds, 1), "traffic_seconds": round(p.traffic_seconds, 1),
-             "ranks": p.states}
+             "rows_crossed": p.rows_crossed, "ranks": p.states}
             for p in outcome.passes
         ],
     }  # fmt: skip

@@ -81,9 +81,10 @@ def rehearsal(outcome: Outcome) -> None:
         _ranks(outcome.passes[0].states)
         _reasons(outcome.passes[0].states)
         _buckets(outcome.passes[0].states)
-    times = _table("Time", "pass", "start s", "traffic s")
+    times = _table("Passes", "pass", "start s", "traffic s", *(["rows that crossed ranks"] if options.deepep else []))
     for done in outcome.passes:
-        times.add_row(done.name, f"{done.start_seconds:.1f}", f"{done.traffic_seconds:.1f}")
+        crossed = [", ".join(map(str, done.rows_crossed))] if options.deepep else []
+        times.add_row(done.name, f"{done.start_seconds:.1f}", f"{done.traffic_seconds:.1f}", *crossed)
     out.print(times)
     out.print()
     for problem in outcome.problems[:12]:

@@ -26,6 +26,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# "bf16" means that rows cross as they are, whatever their type; the default is to quantise to FP8.
+SERVER_ARGS = ("--moe-a2a-backend", "deepep", "--deepep-dispatcher-output-dtype", "bf16")
+
 # The payload of one row must be a whole number of these bytes: DeepEP moves rows as int4 vectors.
 VECTOR_BYTES = 16
 

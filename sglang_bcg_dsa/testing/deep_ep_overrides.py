@@ -5,7 +5,7 @@ works on the CPU platform with the host's own ``DeepEPMoE`` and dispatcher class
 exist without a GPU is answered here, one row of `OVERRIDES` each. The first use of DeepEP in a
 process ends it if a row is not in force. Nothing happens unless `register` is called.
 
-Start the server with `SERVER_ARGS`.
+Start the server with `deep_ep_gloo.SERVER_ARGS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from sglang_bcg_dsa.testing import deep_ep_gloo
 from sglang_bcg_dsa.testing.overrides import Kind, Override
 from sglang_bcg_dsa.testing.settings import TapeSettings
 from sglang_bcg_dsa.testing.tape import TapeGraph
-
-# "bf16" means that rows cross as they are, whatever their type; the default is to quantise to FP8.
-SERVER_ARGS = ("--moe-a2a-backend", "deepep", "--deepep-dispatcher-output-dtype", "bf16")
 
 DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
 

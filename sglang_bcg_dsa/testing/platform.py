@@ -51,6 +51,10 @@ def _register() -> None:
         and "sglang.srt.managers.scheduler" in sys.modules
     ):
         overrides.apply(settings)
+        from sglang_bcg_dsa.testing import deep_ep_overrides
+
+        if deep_ep_overrides.wanted():
+            deep_ep_overrides.register()
 
 
 def _offer_attention_backend(name: str) -> None:

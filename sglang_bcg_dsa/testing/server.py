@@ -2,13 +2,14 @@
 
 Contract of `running_server`: it yields when every scheduler answers; it raises `ServerDied` with
 the log's last meaningful lines when the server ends or does not come up in time; and when it is
-left, for whatever reason, no process of the server is alive. Standard library only: the server
-may run in another interpreter than the caller.
+left, for whatever reason, no process of the server is alive. If the caller is killed, the server
+is killed too. Standard library only: the server may run in another interpreter than the caller.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -228,6 +229,15 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+_LIBC = ctypes.CDLL(None)  # loaded here: the forked child should do as little as it can
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_caller() -> None:
+    """In the child: be killed when the caller is. SGLang's own processes then follow theirs."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def running_server(spec: ServerSpec, workdir: Path, name: str = "server") -> Iterator[ServerHandle]:
     """The server of ``spec``; its log is ``workdir/name.log``. See the head of this module."""
@@ -245,6 +255,7 @@ def running_server(spec: ServerSpec, workdir: Path, name: str = "server") -> Ite
             env=spec.environment(metadata, os.environ),
             cwd=workdir,
             start_new_session=True,
+            preexec_fn=_die_with_caller,
         )
     try:
         handle = ServerHandle(port, log_path, process)

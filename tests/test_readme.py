@@ -1,0 +1,73 @@
+"""The README says what is true: commands, reasons, settings, the example."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_bcg_dsa import cli
+from sglang_bcg_dsa.config import Config
+from sglang_bcg_dsa.features import WORKING_RELEASES
+from sglang_bcg_dsa.hooks.manager import add, build_manager
+from sglang_bcg_dsa.predicate import BatchFacts
+from sglang_bcg_dsa.reasons import NAMES, meaning
+from sglang_bcg_dsa.records import BatchView
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_every_reason_is_explained() -> None:
+    """An operator who reads a reason in the log finds it here, in the same words as in the program."""
+    for name in NAMES:
+        assert f"| `{name}` | {meaning(name)} |" in README
+
+
+def test_the_settings_shown_are_the_defaults() -> None:
+    """Copied into a file, the example changes nothing."""
+    (text,) = blocks("toml")
+    assert msgspec.convert(tomllib.loads(text), Config) == Config()
+
+
+def test_the_example_plugin_works() -> None:
+    """What a plugin author copies registers and vetoes."""
+    code = next(b for b in blocks("python") if "bcg_replay_veto" in b)
+    scope: dict[str, Any] = {"__name__": "batch_guard"}
+    exec(code, scope)
+    module = type("M", (), {k: staticmethod(v) for k, v in scope.items() if k.startswith("bcg_")})
+    manager = build_manager()
+    add(manager, "batch_guard", module)
+    for requests, wanted in ((64, []), (65, ["too_many_requests"])):
+        view = BatchView(BatchFacts(requests, 100), 128, None)
+        assert manager.hook.bcg_replay_veto(batch=view) == wanted
+
+
+def test_releases_named_here_are_those_named_in_refusals() -> None:
+    """One list of releases."""
+    for release in WORKING_RELEASES.split(", "):
+        assert release in README
+
+
+@pytest.mark.parametrize("command", ["doctor", "rehearse"])
+def test_commands_have_the_options_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option in the README is an option of the command."""
+    (line,) = [s for s in README.splitlines() if s.startswith(f"sglang-bcg-dsa {command}")]
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    for option in re.findall(r"--[a-z-]+", line):
+        assert option in shown
+
+
+def test_json_shown_is_json() -> None:
+    """The sample of /server_info parses."""
+    for block in blocks("json"):
+        msgspec.json.decode(block)
