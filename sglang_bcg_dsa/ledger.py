@@ -7,12 +7,17 @@ neither builds strings nor allocates; names appear in the snapshot.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from statistics import median
 from typing import Any
 
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Captured, Forward
 from sglang_bcg_dsa.vote import Verdict
+
+
+_KEPT = 1000
+"""Forwards whose timing is kept: the first few of a process are many times slower than the rest."""
 
 
 class Ledger:
@@ -24,8 +29,7 @@ class Ledger:
         self.eager = 0
         self.real_tokens = 0
         self.padded_tokens = 0
-        self.adapter_us = 0.0
-        self.adapter_us_max = 0.0
+        self._adapter_us: deque[float] = deque(maxlen=_KEPT)
         self._against: Counter[int] = Counter()
         """Eager forwards by reason mask: few distinct masks, one dictionary update a forward."""
         self._noes: Counter[tuple[int, int]] = Counter()
@@ -44,8 +48,7 @@ class Ledger:
         else:
             self.eager += 1
             self._against[forward.against] += 1
-        self.adapter_us += forward.adapter_us
-        self.adapter_us_max = max(self.adapter_us_max, forward.adapter_us)
+        self._adapter_us.append(forward.adapter_us)
 
     def count_verdict(self, verdict: Verdict) -> None:
         """One gathered vote; only the noes are counted."""
@@ -103,7 +106,7 @@ class Ledger:
                 str(b): {"seconds": round(c.seconds, 4), "bytes": c.bytes} for b, c in sorted(self._captured.items())
             },
             "adapter_us": {
-                "mean": round(self.adapter_us / self.forwards, 2) if self.forwards else None,
-                "max": round(self.adapter_us_max, 2),
+                "median": round(median(self._adapter_us), 1) if self._adapter_us else None,
+                "max": round(max(self._adapter_us), 1) if self._adapter_us else None,
             },
         }

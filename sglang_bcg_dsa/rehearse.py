@@ -9,12 +9,13 @@ What it shows is correctness and agreement between ranks. It says nothing about 
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_bcg_dsa import environment, traffic
+from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
 from sglang_bcg_dsa.testing import deep_ep_gloo, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
 from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
@@ -171,13 +173,12 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
 
 def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
     plugin_args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
+    # The grouped top-k of 0.5.16 is compiled at its first call: 12 s on a CPU, in the first request.
+    env: dict[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
     path: tuple[Path, ...] = ()
     if options.deepep:
         deep_ep_gloo.write_distribution(workdir / "deep_ep")
         path += (workdir / "deep_ep",)
-        # The grouped top-k of 0.5.16 is compiled at its first call, which takes a minute on a CPU.
-        env["TORCHDYNAMO_DISABLE"] = "1"
     if graphs and not options.host_only:
         plugin_args = ("--plugins", "bcg_dsa")
         config = options.config
@@ -221,14 +222,14 @@ def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
                 )
                 for prompt, target in zip(wave.prompts, targets, strict=True)
             ]  # fmt: skip
-            for answer in pending:
-                try:
-                    got = answer.result()
-                except (OSError, RuntimeError, ValueError) as error:
-                    for other in pending:
-                        other.cancel()
-                    raise watch.explain(error, began, outcome) from error
-                done.answers.append((list(got["output_ids"]), logprobs(got)))
+            try:
+                watch.wait(pending)
+                answers = [answer.result() for answer in pending]
+            except (OSError, RuntimeError, ValueError) as error:
+                for other in pending:
+                    other.cancel()
+                raise watch.explain(error, began, outcome) from error
+            done.answers += [(list(got["output_ids"]), logprobs(got)) for got in answers]
             say(f"wave {index}/{len(outcome.waves)} ({wave.kind}): {len(done.answers)}/{outcome.options.requests} answered")
 
 
@@ -238,23 +239,32 @@ class _Watch:
     def __init__(self, server: ServerHandle) -> None:
         self._server = server
         self._ranks = {pid: rank for pid in server.pids() if (rank := _rank_in_title(pid)) is not None}
+        self._gone: list[int] = []
+
+    def wait(self, requests: Sequence[Future[Any]]) -> None:
+        """Wait for answers; RuntimeError as soon as a rank's process, or the server's, is gone.
+
+        A client would wait for its time-out: the HTTP side lives on for a while without its ranks.
+        """
+        while concurrent.futures.wait(requests, timeout=0.5).not_done:
+            if self._look():
+                # Ranks that lost a peer need 2 s for their roll call; then all has been said.
+                time.sleep(ANSWER_SECONDS + 1.0)
+                raise RuntimeError("a process of the server ended while requests were under way")
+
+    def _look(self) -> bool:
+        alive = set(self._server.pids())
+        if not self._gone:
+            self._gone = [rank for pid, rank in self._ranks.items() if pid not in alive]
+        return bool(self._gone) or self._server.process.poll() is not None
 
     def explain(self, error: Exception, began: float, outcome: Outcome) -> ServerDied:
-        """Wait for the server's end, which takes SGLang a few seconds, and say who caused it."""
-        gone: list[int] = []
-        deadline = time.monotonic() + 20.0
-        while True:
-            alive = set(self._server.pids())
-            newly = [rank for pid, rank in self._ranks.items() if pid not in alive and rank not in gone]
-            if not gone:
-                gone = newly
-            if self._server.process.poll() is not None or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+        """Say which rank went first; the servers' logs say why."""
+        self._look()
         outcome.fault_seconds = time.monotonic() - began
         lines = [f"a request failed: {error}"]
-        if gone and len(gone) < len(self._ranks):
-            lines.append(f"rank {', '.join(map(str, gone))}: its process was the first to be gone")
+        if self._gone and len(self._gone) < len(self._ranks):
+            lines.append(f"rank {', '.join(map(str, self._gone))}: its process was the first to be gone")
         return ServerDied("\n".join(lines))
 
 

@@ -125,7 +125,7 @@ def _ranks(states: list[dict[str, Any]]) -> None:
             "none" if coverage is None else f"{100 * coverage:.1f} %",
             str(real),
             f"{100 * padded / (real + padded):.0f} %" if real + padded else "",
-            str(state["adapter_us"]["mean"]),
+            str(state["adapter_us"]["median"]),
             f"{sum(c['seconds'] for c in state['capture'].values()):.1f}",
         )
     out.print(table)

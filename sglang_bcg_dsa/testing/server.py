@@ -109,6 +109,8 @@ class ServerSpec:
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
                 str(cores[rank % len(cores)]) for rank in range(self.ranks)
             ),
+            # There is no device whose core dump would be worth the host's 65 s wait after a crash.
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             **settings.to_env(),
             **self.env,
         }

@@ -1,0 +1,158 @@
+"""The real server, end to end: graphs equal eager, a third-party veto in the report, every fault named.
+
+Each start of a server takes 25 to 40 s on 2 cores, so what can share one does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_bcg_dsa.seams import examine
+from tests.conftest import ROOT
+
+HOST_VOTES_ON_FACTS = "runner.local" in examine()
+
+PLUGIN = '''
+"""An example third-party plugin: batches of exactly 4 requests run eagerly, for a reason of its own."""
+from sglang_bcg_dsa import hookimpl
+
+@hookimpl
+def bcg_reasons():
+    return ["unlucky_length"]
+
+@hookimpl
+def bcg_replay_veto(batch):
+    return "unlucky_length" if batch.facts.num_tokens % 4 == 0 else None
+'''
+
+
+def rehearse(*args: str, path: Path | None = None, timeout: float = 280) -> tuple[int, dict[str, Any], str]:
+    """Run the console command; (status, its JSON, its standard error)."""
+    env = dict(os.environ)
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_bcg_dsa.cli", "rehearse", "--json", *args],
+        capture_output=True, text=True, timeout=timeout, check=False, env=env, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-4000:]
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def servers() -> list[str]:
+    """Command lines of SGLang processes that are alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if ("sglang::" in line or "sglang.launch_server" in line) and state not in "ZX":
+                found.append(line)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    """Whatever a rehearsal was told to do, no process of its servers outlives it."""
+    before = servers()
+    yield
+    assert servers() == before
+
+
+def third_party(folder: Path) -> Path:
+    info = folder / "unlucky-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: unlucky\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang_bcg_dsa]\nunlucky = unlucky_plugin\n")
+    (folder / "unlucky_plugin.py").write_text(PLUGIN)
+    return folder
+
+
+def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Path) -> None:
+    """Experts' tokens cross ranks, prefixes, chunks and idle ranks occur; every answer equal bit for bit;
+    a plugin's own reason is counted for the rank that gave it."""
+    start = time.monotonic()
+    status, report, _ = rehearse("--deepep", "--requests", "24", path=third_party(tmp_path / "p"))
+    took = time.monotonic() - start
+    assert status == 0, report["problems"]
+    assert report["status"] == "equal"
+    assert (report["compared"], report["max_logprob_difference"]) == (24, 0.0)
+    graphs, eager = report["passes"]
+    assert all(rows > 0 for done in (graphs, eager) for rows in done["rows_crossed"])
+    ranks = graphs["ranks"]
+    assert [r["rank"]["dp"] for r in ranks] == [0, 1]
+    assert all(r["prefill"]["replay"] > 0 for r in ranks)
+    assert ranks[0]["prefill"]["replay"] == ranks[1]["prefill"]["replay"], "ranks replay together or not at all"
+    assert ranks[0]["votes_no"] == ranks[1]["votes_no"], "every rank knows who refused, and why"
+    assert any(v["reason"] == "unlucky_length" for v in ranks[0]["votes_no"])
+    expected = "extended" if HOST_VOTES_ON_FACTS else "supplied"
+    assert ranks[0]["features"]["vote"] == expected
+    assert ranks[0]["features"]["moe"] == ("native" if HOST_VOTES_ON_FACTS else "supplied")
+    assert took < 180, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is 3 minutes"
+
+
+FAULTS = {
+    "disagree": ["rank 1: the group agreed to replay", "replace_embeds", "rank 0 yes", "rank 1 yes"],
+    "die": ["rank 1"],
+    "stall": ["rank 1 has not voted", "rank 0 waits"],
+    "no-plugin": ["rank 1 did not say what it runs", "not active there"],
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
+    """The run ends by itself, with the rank and the cause, and with a status that says so."""
+    status, report, _ = rehearse("--fault", fault, "--requests", "16")
+    assert status == 1, report
+    assert report["status"] == "failed"
+    text = "\n".join(report["problems"])
+    for words in FAULTS[fault]:
+        assert words in text
+    if report["fault_noticed_after_seconds"] is not None:
+        assert report["fault_noticed_after_seconds"] < 30
+
+
+@pytest.mark.parametrize("fault", ["skip-break", "drop-copy"])
+def test_a_broken_replay_is_seen(fault: str) -> None:
+    """The comparison can fail: a replay that loses a break, or a copy, gives other numbers."""
+    status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dense")
+    assert status == 1, report
+    assert any("differ" in p or "tokens" in p for p in report["problems"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--ranks", "0"), "--ranks 0: expected 2 to 8"),
+        (("--ranks", "1"), "--ranks 1: expected 2 to 8"),
+        (("--ranks", "65"), "--ranks 65: expected 2 to 8"),
+        (("--requests", "0"), "--requests 0"),
+        (("--model", "gpt"), "--model gpt: expected one of dense, moe, mla"),
+        (("--fault", "fire"), "--fault fire: expected one of"),
+        (("--fault", "die", "--host-only"), "needs the plugin"),
+        (("--deepep", "--model", "dense"), "no experts"),
+        (("--config", "/no/such.toml"), "no such file"),
+        (("--ranks", "two"), "invalid int value"),
+    ],
+)
+def test_bad_input_is_one_line(args: tuple[str, ...], words: str) -> None:
+    """Status 2, what and what was expected, no traceback, nothing started."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_bcg_dsa.cli", "rehearse", *args],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
