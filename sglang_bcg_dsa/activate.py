@@ -3,13 +3,14 @@
 Contract: idempotent. Order: configuration, seams, plugins, features; only when all of it is sound
 are seams wrapped. Anything that is not sound is a :class:`StartupError`, which SGLang cannot
 swallow. Which seams are wrapped depends on what the process does: a process that runs a
-scheduler has imported SGLang's scheduler before it loads plugins (it was spawned to run it), and
-no other process pays for wraps it will never use.
+scheduler has imported SGLang's scheduler before it loads plugins (it was spawned to run it); a
+process that has not pays for no wraps it will never use.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -106,6 +107,8 @@ def activate() -> None:
         ready.manager.hook.bcg_install(
             config=ready.config, seams=ready.seams, reasons=ready.reasons, installer=installer
         )
+        if multiprocessing.parent_process() is not None:
+            installer.verify_later()
     _active = ready
     logger.info("sglang-bcg-dsa: on, %s; %s", ready.host, _line(ready.features))
 

@@ -8,11 +8,15 @@ a new segment begins. At warm-up and replay the body runs. Outside a capture the
 * The caller allocates the output inside the captured region; the break only mutates it and
   returns None. A break that returns something is refused: the next segment would have baked its
   address in.
-* Ownership: the graph holds strong references to everything the break reads or writes, as long
-  as the graph lives. Memory of a graph's pool is pinned as a whole but its blocks are handed out
-  again to graphs captured later, so a weakly held input of an early bucket becomes the memory of
-  a later one (sgl-project/sglang#37606: a silently wrong token). The cost is that these blocks
-  are not shared between buckets; :attr:`Break.held_bytes` says how much that is.
+* Ownership: a break reads and writes staging buffers of its own, and nothing else by address. The
+  segment before it copies the inputs in, the segment after it copies the output out. Memory of a
+  graph's pool is pinned as a whole but its blocks are handed out again to graphs captured later,
+  so an input held weakly becomes the memory of a later bucket (sgl-project/sglang#37606: a
+  silently wrong token), and inputs held strongly cost a block for each layer and bucket (29 GiB
+  for 58 layers of DeepSeek-V3.2's width and the 42 default buckets up to 2048 tokens, computed).
+  Staging costs one set of buffers for the largest bucket, shared by all layers and buckets
+  because a break is over before the next one begins (59 MB in that shape), and two copies of the
+  hidden states a layer. :attr:`Break.staged_bytes` says how much it is.
 * A break inside a break runs inline. A break that fails while capturing leaves no half-open
   capture behind.
 
@@ -23,7 +27,7 @@ body takes from a closure is the author's to keep alive.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -47,15 +51,48 @@ class Capture(Protocol):
 
 
 _inside_break: ContextVar[bool] = ContextVar("sglang_bcg_dsa_inside_break", default=False)
+_replaying: ContextVar[bool] = ContextVar("sglang_bcg_dsa_replaying", default=False)
+
+
+def replaying() -> bool:
+    """Whether the running break body is part of a replay: Python around it did not run then."""
+    return _replaying.get()
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
-    token = _inside_break.set(True)
+def _set(*variables: ContextVar[bool]) -> Iterator[None]:
+    tokens = [(variable, variable.set(True)) for variable in variables]
     try:
         yield
     finally:
-        _inside_break.reset(token)
+        for variable, token in reversed(tokens):
+            variable.reset(token)
+
+
+class Staging:
+    """Buffers of one kind of break: one for each argument, as large as the largest bucket needs.
+
+    A larger request gets a new buffer; graphs captured with the old one keep it. Capturing from
+    the largest bucket down, as the host does, makes one buffer each.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Hashable, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
+
+    def like(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous view of ``tensor``'s shape into the buffer of argument ``name``."""
+        if tensor.dim() == 0:
+            tensor = tensor.unsqueeze(0)
+        key = (name, tensor.dtype, tensor.device, tensor.shape[1:])
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < tensor.shape[0]:
+            buffer = self._buffers[key] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return buffer[: tensor.shape[0]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers in use."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
 
 class Break:
@@ -79,50 +116,69 @@ class Break:
         self._stub = stub or body
         self._current_capture = current_capture
         self._barrier = barrier
-        self._held: dict[int, int] = {}
+        self._staging = Staging()
         functools.update_wrapper(self, body)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of distinct storages that captured graphs hold for this break."""
-        return sum(self._held.values())
+    def staged_bytes(self) -> int:
+        """Bytes of this break's staging buffers."""
+        return self._staging.bytes
 
     def __call__(self, output: torch.Tensor, /, *args: Any, **kwargs: Any) -> None:
         capture = None if _inside_break.get() else self._current_capture()
         if capture is None:
             self._refuse_result(self._body(output, *args, **kwargs))
             return
+        staged = self._staging.like("output", output)
+        args = tuple(self._stage(i, value) for i, value in enumerate(args))
+        kwargs = {name: self._stage(name, value) for name, value in kwargs.items()}
         capture.end_segment()
         try:
             if self._barrier is not None:
                 self._barrier()
-            with _inside():
-                self._refuse_result(self._stub(output, *args, **kwargs))
-            capture.add_break(functools.partial(self._replay, output, *args, **kwargs))
-            self._account((output, args, kwargs))
+            with _set(_inside_break):
+                self._refuse_result(self._stub(staged, *args, **kwargs))
+            capture.add_break(functools.partial(self._replay, staged, *args, **kwargs))
         finally:
             # Also after an error: the host closes its capture by ending the running segment, and
             # without one it would report that instead of the error.
             capture.begin_segment()
+        output.copy_(staged)
+
+    def _stage(self, name: Hashable, value: Any) -> Any:
+        """Copy a tensor into its staging buffer, inside the running segment."""
+        if isinstance(value, torch.Tensor):
+            staged = self._staging.like(name, value)
+            staged.copy_(value)
+            return staged
+        if isinstance(value, (tuple, list, dict)) and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value)):
+            raise CaptureError(
+                f"argument {name} of break {self._name} is a {type(value).__name__} with tensors in it; "
+                "pass each tensor as an argument of its own, so that it can be staged"
+            )
+        return value
 
     def _replay(self, output: torch.Tensor, /, *args: Any, **kwargs: Any) -> None:
-        with _inside():
+        with _set(_inside_break, _replaying):
             self._body(output, *args, **kwargs)
 
     def _refuse_result(self, result: object) -> None:
         if result is not None:
             raise CaptureError(
-                f"break {getattr(self._body, '__qualname__', self._body)} returned a {type(result).__name__}; "
+                f"break {self._name} returned a {type(result).__name__}; "
                 "expected None: write into the output the caller allocated, the next segment reads only that"
             )
 
-    def _account(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            self._held[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._account(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._account(item)
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._body, "__qualname__", self._body))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

@@ -62,14 +62,14 @@ class Explain(_Table, frozen=True, kw_only=True):
 class Audit(_Table, frozen=True, kw_only=True):
     """``[audit]``: lockstep check, exchange of features between ranks, stall reports.
 
-    ``exchange_seconds``: how long a rank waits at start for the others' feature records. All
-    ranks have just left a barrier, so the default is generous.
+    ``exchange_seconds``: how long a rank waits at start for the others' feature records. Ranks of
+    one tensor-parallel group have just left a barrier; pipeline stages may be minutes apart.
     ``stall_seconds``: a rank that waits this long for the others' votes, or does not vote this
     long while they wait, is reported and the server is stopped. Kernel compilation takes up to
     4 minutes on a fresh H200 (measured), hence the default.
     """
 
-    exchange_seconds: Seconds = 60.0
+    exchange_seconds: Seconds = 300.0
     stall_seconds: Seconds = 300.0
 
 

@@ -25,8 +25,9 @@ def of_schedule_batch(batch: Any, tokens: int, alignment: int, runner: RunnerFac
     if not prefill and not convertible:
         return BatchFacts(batch.batch_size(), tokens, prefill=False)
     padded = align_up(tokens, alignment)
+    longest = _longest(batch.seq_lens_cpu) if runner is not None and runner.max_context is not None else None
     if not prefill:
-        return BatchFacts(batch.batch_size(), padded)
+        return BatchFacts(batch.batch_size(), padded, context_length=longest)
     return BatchFacts(
         batch_size=batch.batch_size(),
         num_tokens=padded,
@@ -38,7 +39,7 @@ def of_schedule_batch(batch: Any, tokens: int, alignment: int, runner: RunnerFac
         return_logprob=bool(batch.return_logprob),
         is_mixed=bool(mode.is_mixed()),
         multimodal=_has_images(batch) if runner is not None and not runner.multimodal else False,
-        context_length=_longest(batch.seq_lens_cpu) if runner is not None and runner.max_context is not None else None,
+        context_length=longest,
     )
 
 
@@ -58,7 +59,8 @@ def of_forward_batch(batch: Any, runner: RunnerFacts, inactive_rank: bool) -> Ba
         return_logprob=bool(batch.return_logprob),
         is_mixed=bool(mode.is_mixed()),
         multimodal=False if runner.multimodal else bool(batch.contains_mm_inputs()),
-        context_length=_longest(batch.seq_lens_cpu) if runner.max_context is not None else None,
+        # Without host-side lengths the host reads the device's; its own check then decides alone.
+        context_length=(_longest(batch.seq_lens_cpu) or 0) if runner.max_context is not None else None,
         inactive_rank=inactive_rank,
     )
 
@@ -73,6 +75,7 @@ def of_runner(runner: Any, seams: SeamSet) -> RunnerFacts:
     known: dict[str, Any] = {
         "ladder": ladder,
         "hidden_mode": int(runner.capture_hidden_mode),
+        "hidden_mode_scheduled": bool(runner.model_runner.spec_algorithm.is_none()),
         "padding_factor": resolve(seams["runner.padding"]),
     }
     if "runner.local" not in seams:
@@ -111,7 +114,7 @@ def _scheduled_hidden_mode(batch: Any, runner: RunnerFacts | None) -> int | None
     Hosts that compare for equality derive it from the batch's own flag, which differs between
     ranks; the others capture the server's maximum, the same everywhere, and need no vote on it.
     """
-    if runner is None or not runner.hidden_mode_exact or batch.spec_info is not None:
+    if runner is None or not runner.hidden_mode_exact or not runner.hidden_mode_scheduled:
         return None
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 

@@ -3,18 +3,19 @@
 Contract: nothing is assigned into the host; HookRegistry does it when SGLang applies hooks, after
 all plugins have loaded. SGLang logs and swallows what goes wrong there, so :meth:`verify` looks
 at each target afterwards. It cannot be called by us at the right moment without applying hooks
-early, which would shut out plugins that load after us; so the first of our hooks that runs, of
-which start-up has several, calls it.
+early, which would shut out plugins that load after us; so the first of our hooks that runs calls
+it, and a timer does where none ran.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.seams import Seam, SeamSet, resolve
+from sglang_bcg_dsa.stopping import bring_down, refuse
 
 
 class Installer:
@@ -47,6 +48,22 @@ class Installer:
         HookRegistry.register(seam.target, hook, HookType[how])
         self._wraps.append((seam, hook))
 
+    def verify_later(self, seconds: float = 30.0) -> None:
+        """Verify from a thread, in case that none of our hooks took and so none will run.
+
+        SGLang applies hooks within milliseconds of registering them; a model takes longer to load.
+        """
+
+        def check() -> None:
+            try:
+                self.verify()
+            except SystemExit:
+                bring_down()
+
+        timer = threading.Timer(seconds, check)
+        timer.daemon = True
+        timer.start()
+
     @property
     def wrapped(self) -> tuple[str, ...]:
         """Keys of the seams wrapped in this process."""
@@ -54,9 +71,11 @@ class Installer:
 
     def verify(self) -> None:
         """Check once that every wrap is in force. Raises StartupError naming those that are not."""
+        if self._verified:
+            return
         lost = [seam for seam, hook in self._wraps if not _in_force(resolve(seam), hook)]
         if lost:
-            raise StartupError(
+            raise refuse(
                 "SGLang did not apply "
                 + ", ".join(f"the hook on {seam.target} ({seam.why})" for seam in lost)
                 + "; look for 'Failed to apply hooks' above, or for another plugin that replaced the target"

@@ -15,7 +15,6 @@ from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Captured, Forward
 from sglang_bcg_dsa.vote import Verdict
 
-
 _KEPT = 1000
 """Forwards whose timing is kept: the first few of a process are many times slower than the rest."""
 

@@ -45,6 +45,8 @@ class RunnerFacts(NamedTuple):
     hidden_mode: int = 0
     hidden_mode_exact: bool = True
     """The host replays only the captured hidden mode, not also lesser ones."""
+    hidden_mode_scheduled: bool = True
+    """The scheduler knows the hidden mode; false under speculation, where a worker sets it later."""
     prefix: bool = True
     logprob: bool = True
     lora: bool = True

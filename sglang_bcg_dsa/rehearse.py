@@ -210,7 +210,8 @@ def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
     ranks = outcome.options.ranks
     number = 0
     watch = _Watch(server)
-    with ThreadPoolExecutor(max_workers=2 * ranks) as pool:
+    pool = ThreadPoolExecutor(max_workers=2 * ranks)
+    try:
         for index, wave in enumerate(outcome.waves, 1):
             targets = [(number + i) % ranks for i in range(len(wave.prompts))]
             number += len(wave.prompts)
@@ -231,6 +232,9 @@ def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
                 raise watch.explain(error, began, outcome) from error
             done.answers += [(list(got["output_ids"]), logprobs(got)) for got in answers]
             say(f"wave {index}/{len(outcome.waves)} ({wave.kind}): {len(done.answers)}/{outcome.options.requests} answered")
+    finally:
+        # Not waiting: after an interrupt the server is killed next, which ends what is under way.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Watch:

@@ -7,9 +7,12 @@ used when something already went wrong. A rank that cannot answer is reported as
 from __future__ import annotations
 
 import json
+import logging
 
 from sglang_bcg_dsa.exchange import Missing, Store, publish_and_collect
 from sglang_bcg_dsa.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2.0
 _PREFIX = "sglang_bcg_dsa/stall"
@@ -54,10 +57,16 @@ class RollCall:
         return "; ".join(f"rank {other} {text}" for other, text in sorted(where.items()))
 
     def asked(self) -> bool:
-        """Whether some rank has called."""
-        return group()[0].check([f"{_PREFIX}/asked"])
+        """Whether some rank has called. True also when the store is gone: then its owner is."""
+        try:
+            return group()[0].check([f"{_PREFIX}/asked"])
+        except Exception:  # by release: DistStoreError, DistNetworkError, RuntimeError
+            return True
 
     def answer(self) -> None:
-        """Say where this rank is."""
-        store, rank, _ = group()
-        store.set(f"{_PREFIX}/{rank}", json.dumps({"where": self._progress.describe()}))
+        """Say where this rank is, if there is still somewhere to say it."""
+        try:
+            store, rank, _ = group()
+            store.set(f"{_PREFIX}/{rank}", json.dumps({"where": self._progress.describe()}))
+        except Exception as error:  # as above
+            logger.critical("sglang-bcg-dsa: the other ranks cannot be told (%s: %s)", type(error).__name__, error)

@@ -124,7 +124,7 @@ SEAMS: tuple[Seam, ...] = (
         *(
             (f"vote.fact.{name}", Kind.ATTRIBUTE, f"{_BATCH}:ScheduleBatch.{name}", "a fact of the predicate")
             for name in ("forward_mode", "input_embeds", "replace_embeds", "prefix_lens", "return_logprob",
-                         "spec_info", "seq_lens_cpu", "multimodal_inputs", "batch_size")
+                         "return_hidden_states", "seq_lens_cpu", "multimodal_inputs", "batch_size")
         ),
         ("forward.decide", Kind.HOOK, f"{_RUNNER}.can_run_graph",
          "the forward-time check, an adapter over the same predicate as the vote", ("self", "forward_batch")),
@@ -149,6 +149,15 @@ SEAMS: tuple[Seam, ...] = (
         ("runner.local", Kind.CALL, f"{_RUNNER}.can_replay_locally",
          "the host's own rank-local predicate: probed once, so that ours names what it refuses",
          ("batch_size", "num_tokens", "prefix_lens", "return_logprob"), "0.5.23", True),
+        *(
+            (f"runner.limit.{name}", Kind.ATTRIBUTE, f"{_RUNNER}.{name}", "a limit of the captured graphs", (), "0.5.23", True)
+            for name in ("max_context_size", "max_seq_len", "_captured_attn_metadata_max_bs", "enable_lora")
+        ),
+        *(
+            (f"model.{name}", Kind.ATTRIBUTE, f"sglang.srt.model_executor.model_runner:ModelRunner.{name}",
+             "draft models do not vote, and speculation sets the hidden mode after the vote")
+            for name in ("is_draft_worker", "spec_algorithm")
+        ),
         ("runner.inactive", Kind.CALL, f"{_RUNNER}._has_inactive_dp_rank",
          "whether a rank of the group stays out of this forward", ("forward_batch",)),
         ("runner.padding", Kind.VALUE, f"{_PREFILL}:_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR",
@@ -188,6 +197,10 @@ SEAMS: tuple[Seam, ...] = (
          "DeepEP's mode follows it; restored after the break"),
         ("moe.set_mode", Kind.CALL, "sglang.srt.layers.dp_attention:set_is_extend_in_batch",
          "the break runs NORMAL", ("is_extend_in_batch",)),
+        ("moe.overlap", Kind.CALL, "sglang.srt.layers.moe.utils:is_sbo_enabled",
+         "single-batch overlap is refused with captured breaks: its hooks would not run"),
+        ("moe.recorder", Kind.CALL, "sglang.srt.eplb.expert_distribution:get_global_expert_distribution_recorder",
+         "told the layer at replay, when the Python that tells it does not run"),
         ("moe.group", Kind.CALL, "sglang.srt.distributed.parallel_state:get_tp_group",
          "the ranks that meet before the break while capturing"),
     ),

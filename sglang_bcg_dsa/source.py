@@ -127,7 +127,8 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     flat: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If):
-            flat += _statements(node.body) + _statements(node.orelse)
+            typing_only = "TYPE_CHECKING" in ast.unparse(node.test)
+            flat += ([] if typing_only else _statements(node.body)) + _statements(node.orelse)
         elif isinstance(node, ast.Try):
             flat += _statements(node.body)
             for handler in node.handlers:

@@ -86,6 +86,6 @@ def tally(step: int, votes: Sequence[Vote], ladder: Sequence[int], alignment: in
 def describe(verdict: Verdict, table: reasons.ReasonTable) -> str:
     """The votes in one line, for a message."""
     return "; ".join(
-        f"rank {v.rank} {'yes' if v.yes else 'no (' + table.text(v.against) + ')'}, {v.tokens} tokens"
+        f"DP rank {v.rank} {'yes' if v.yes else 'no (' + table.text(v.against) + ')'}, {v.tokens} tokens"
         for v in verdict.votes
     )

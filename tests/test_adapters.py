@@ -64,14 +64,18 @@ class Observer:
 class Rank:
     """One rank: a feature of its own, as in a process of its own."""
 
-    def __init__(self, rank: int, *plugins: tuple[str, object], table: ReasonTable | None = None) -> None:
+    def __init__(
+        self, rank: int, *plugins: tuple[str, object], table: ReasonTable | None = None, tp: int = 4, world: int = 1
+    ) -> None:
         self.rank = rank
         self.seen = Observer()
         manager = build_manager([("observer", self.seen), *plugins])
         self.feature = VoteFeature(manager.hook, Progress(), RollCall(Progress()))
         add(manager, "vote", self.feature)
         self.feature.bcg_install(config=Config(), seams=SEAMS, reasons=table or ReasonTable(), installer=Wraps())  # type: ignore[arg-type]
-        self.feature._get_parallel = lambda: SimpleNamespace(attn_tp_size=1, attn_dp_rank=rank, tp_rank=rank)
+        self.feature._get_parallel = lambda: SimpleNamespace(
+            attn_tp_size=1, attn_dp_rank=rank, tp_rank=rank, tp_size=tp, attn_dp_size=world
+        )
         self.feature.runner = FACTS
 
     def vote(self, batch: ScheduleBatch | None, world: int, host_yes: bool = True, **columns: Any) -> Any:
@@ -260,7 +264,7 @@ def test_a_split_is_stopped_before_the_collective() -> None:
     with pytest.raises(LockstepError) as caught:
         RANKS[1].decide(forward_batch(64, [64] * 4, True, replace_embeds=torch.zeros(1)))
     text = str(caught.value)
-    for part in ("rank 1", "bucket 64", "replace_embeds", "rank 0 yes, 20 tokens", "rank 1 yes, 50 tokens"):
+    for part in ("DP rank 1", "bucket 64", "replace_embeds", "rank 0 yes, 20 tokens", "rank 1 yes, 50 tokens"):
         assert part in text
 
 
@@ -325,6 +329,113 @@ def test_a_plugin_s_veto_travels_in_the_vote() -> None:
     assert [v.asked for v in vetoes] == [1] * 4
     ranks[2].decide(forward_batch(20, [20] * 4, False))
     assert vetoes[2].asked == 1, "a veto is asked once, before the gather, not again at forward time"
+
+
+def test_vetoes_are_not_asked_where_ranks_do_not_vote(caplog: pytest.LogCaptureFixture) -> None:
+    """TP ranks without DP attention: a veto on one of them would hang the others; it is warned about once."""
+    table = ReasonTable([("theirs", "too_hot")])
+    veto = Veto("too_hot")
+    rank = Rank(0, ("theirs", veto), table=table, tp=2)
+    for _ in range(3):
+        assert rank.decide(forward_batch(20, None, False)) is True
+    assert veto.asked == 0
+    assert caplog.text.count("vetoes are not asked") == 1
+    alone = Rank(0, ("theirs", veto), table=table, tp=1)
+    assert alone.decide(forward_batch(20, None, False)) is False
+    assert alone.seen.forwards[-1].against == table.bit("too_hot")
+
+
+# ---------------------------------------------------------------------- healthy servers are not stopped
+
+
+def test_an_idle_rank_of_a_group_that_gathers_no_counts_runs_eagerly() -> None:
+    """0.5.16 with --moe-dense-tp-size 1: each rank knows its own count only, and an idle one runs 0 tokens."""
+    together(RANKS, [schedule_batch(20), None, None, None])
+    assert RANKS[0].decide(forward_batch(32, [32], True)) is True
+    assert RANKS[1].decide(forward_batch(0, [0], True)) is False
+
+
+def test_a_rank_without_tokens_is_no_contradiction() -> None:
+    """All ranks read it off the same list of counts, and all run eagerly."""
+    together(RANKS, [schedule_batch(20), None, schedule_batch(20), None])
+    for rank in RANKS[::2]:
+        assert rank.decide(forward_batch(20, [20, 0, 20, 0], True)) is False
+        assert rank.seen.forwards[-1].against == reasons.INACTIVE_RANK
+
+
+def test_counts_without_a_vote_are_no_group() -> None:
+    """One attention-DP rank whose host sets counts all the same: the local check decides, nothing stops."""
+    rank = Rank(0)
+    assert rank.decide(forward_batch(20, [20], True), host=False) is ("runner.local" not in SEAMS)
+    assert rank.decide(forward_batch(500, [500], True)) is False
+    assert rank.decide(forward_batch(20, [20], False)) is False, "the host's own refusal is obeyed"
+
+
+def test_a_forward_without_host_side_lengths_is_left_to_the_host() -> None:
+    """A context limit and no seq_lens_cpu: the host reads the device, its answer counts."""
+    rank = Rank(0)
+    rank.feature.runner = FACTS._replace(max_context=100)
+    assert rank.decide(forward_batch(20, None, False, seq_lens_cpu=None)) is True
+
+
+def test_a_hidden_mode_set_after_the_vote_is_voted_from_then_on() -> None:
+    """Speculation sets it in the worker, the same everywhere: eager once, then part of the vote; never a stop."""
+    ranks = [Rank(r) for r in range(2)]
+    for rank in ranks:
+        rank.feature.runner = FACTS._replace(hidden_mode_scheduled=False)
+    step: list[ScheduleBatch | None] = [schedule_batch(20), schedule_batch(20)]
+    together(ranks, step)
+    assert [r.decide(forward_batch(20, [20, 20], True, capture_hidden_mode=CaptureHiddenMode.FULL)) for r in ranks] == [
+        False, False,
+    ]  # fmt: skip
+    together(ranks, step)
+    assert {r.seen.verdicts[-1].against for r in ranks} == {reasons.HIDDEN_MODE}
+
+
+def test_speculation_leaves_the_hidden_mode_out_of_the_first_vote() -> None:
+    """S#25568: a target captured at FULL whose scheduler knows only NULL must not be vetoed for ever."""
+    ranks = [Rank(r) for r in range(2)]
+    for rank in ranks:
+        rank.feature.runner = FACTS._replace(hidden_mode=2, hidden_mode_scheduled=False)
+    together(ranks, [schedule_batch(20), schedule_batch(20)])
+    assert ranks[0].seen.verdicts[-1].replay
+
+
+def test_another_backend_s_graphs_are_left_to_the_host() -> None:
+    """``--cuda-graph-backend-prefill full``: the host votes for its own graphs, and we do not turn them off."""
+    ranks = [Rank(r) for r in range(2)]
+    full = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=False), prefill_backend_name="full")
+    for rank in ranks:
+        rank.feature.runner = None
+        rank.feature.on_runner(None, full, full.model_runner)
+    together(ranks, [schedule_batch(500), schedule_batch(20)])
+    assert ranks[0].seen.verdicts[-1].replay
+    together(ranks, [schedule_batch(20), schedule_batch(20)], host_yes=False)
+    assert ranks[0].seen.verdicts[-1].against == reasons.HOST
+
+
+def test_a_convertible_decode_batch_has_a_context_too() -> None:
+    """The host turns it into a prefill of one token a request if all agree; a context limit must not forbid that."""
+    ranks = [Rank(r) for r in range(2)]
+    for rank in ranks:
+        rank.feature.runner = RunnerFacts((1, 16), max_context=100)
+    decode = schedule_batch(0, ForwardMode.DECODE, seq_lens_cpu=torch.tensor([50]))
+    together(ranks, [decode, schedule_batch(16, seq_lens_cpu=torch.tensor([16]))])
+    assert ranks[0].seen.verdicts[-1].replay
+
+
+def test_verification_batches_are_not_counted_as_prefills() -> None:
+    """Speculative verification is extend-shaped, but no prefill: it must not lower the coverage."""
+    rank = Rank(0)
+    rank.decide(forward_batch(20, None, False, forward_mode=ForwardMode.TARGET_VERIFY))
+    assert rank.seen.forwards == []
+
+
+def test_a_vote_over_the_wrong_group_is_an_error() -> None:
+    """dp > 1 and a group of fewer: the verdict would be each rank's own opinion (Infera#34)."""
+    ranks = [Rank(r, world=8) for r in range(2)]
+    with pytest.raises(LockstepError, match="2 participants, but there are 8 DP ranks"):
+        together(ranks, [schedule_batch(20), schedule_batch(20)])
 
 
 def test_an_idle_rank_s_plugin_is_not_asked() -> None:

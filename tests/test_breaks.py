@@ -16,7 +16,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     break_graph,
 )
 
-from sglang_bcg_dsa.breaks import Break
+from sglang_bcg_dsa.breaks import Break, replaying
 from sglang_bcg_dsa.engine import current_capture
 from sglang_bcg_dsa.errors import CaptureError
 from sglang_bcg_dsa.testing import TapeGraph
@@ -197,25 +197,73 @@ def test_a_break_inside_a_break_runs_inline() -> None:
     assert result.tolist() == [50.0]
 
 
-def test_everything_a_break_reads_lives_as_long_as_its_graph() -> None:
-    """S#37606: a weakly held input is handed to a later bucket. Ours live with the graph, and die with it."""
+def test_a_break_holds_staging_and_nothing_of_the_pool() -> None:
+    """S#37606: inputs of a break may be recycled once captured; what the break reads at replay may not."""
     brk = make(add)
     with capturing() as graph:
         temporary = torch.ones(1000) * 2
         out = torch.empty(1000)
         brk(out, temporary)
-    alive = weakref.ref(temporary)
-    pointer = temporary.data_ptr()
+        result = out + 0
+    gone = weakref.ref(temporary), weakref.ref(out)
     del temporary, out
+    staged = brk._staging.like(0, torch.empty(1000))
+    assert brk.staged_bytes == 2 * 4000
     gc.collect()
-    assert alive() is not None
-    churn = [torch.full((1000,), 7.0) for _ in range(64)]
-    assert all(t.data_ptr() != pointer for t in churn)
-    assert brk.held_bytes == 2 * 4000
+    # The tape itself keeps what it recorded; the break does not.
+    graph._segments[0].reset()
+    graph._segments[1].reset()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    staged.fill_(5.0)
+    graph._break_fns[0]()
+    assert brk._staging.like("output", torch.empty(1000)).tolist() == [6.0] * 1000
+    assert result.shape == (1000,)
+
+
+def test_all_layers_and_buckets_share_one_staging_set() -> None:
+    """Memory does not grow with layers or buckets: 3 layers and 3 buckets cost one set of the largest."""
+    brk = make(add)
+    for rows in (256, 64, 8):
+        with capturing():
+            x = torch.ones(rows, 4)
+            for _ in range(3):
+                out = torch.empty_like(x)
+                brk(out, x)
+                x = out
+    assert brk.staged_bytes == 2 * 256 * 4 * 4
+
+
+def test_tensors_inside_containers_are_refused() -> None:
+    """A list of tensors cannot be staged; refused at capture instead of read from recycled memory."""
+
+    def body(output: torch.Tensor, xs: list[torch.Tensor]) -> None: ...
+
+    with pytest.raises(CaptureError, match="argument 0 of break .*body is a list with tensors in it"), capturing():
+        make(body)(torch.empty(1), [torch.ones(1)])
+
+
+def test_strided_inputs_arrive_as_they_are() -> None:
+    """A transposed input is staged by value, whatever its layout."""
+    x = torch.arange(6.0).reshape(2, 3)
+    with capturing() as graph:
+        out = torch.empty(3, 2)
+        make(add)(out, x.t())
+        result = out + 0
+    x.add_(10)
     graph.replay()
-    del graph
-    gc.collect()
-    assert alive() is None
+    assert torch.equal(result, x.t() + 1)
+
+
+def test_a_body_knows_that_it_is_replayed() -> None:
+    """State that the host keeps in Python around the call is there at warm-up and not at replay."""
+    seen: list[bool] = []
+    brk = make(lambda output: seen.append(replaying()), stub=lambda output: None)
+    brk(torch.empty(1))
+    with capturing() as graph:
+        brk(torch.empty(1))
+    graph.replay()
+    assert seen == [False, True]
 
 
 def test_a_later_bucket_does_not_disturb_an_earlier_one() -> None:

@@ -13,7 +13,7 @@ from tests.conftest import PACKAGE, ROOT
 LEVELS: list[set[str]] = [
     {"errors", "source"},
     {"environment", "buckets", "reasons", "config", "exchange", "progress", "breaks", "metadata", "traffic"},
-    {"predicate", "vote", "seams", "rollcall", "engine"},
+    {"predicate", "vote", "seams", "rollcall", "engine", "stopping"},
     {"records", "installer", "hostfacts"},
     {"hooks", "backends"},
     {"features", "flags", "ledger"},

@@ -103,7 +103,7 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
 
 
 FAULTS = {
-    "disagree": ["rank 1: the group agreed to replay", "replace_embeds", "rank 0 yes", "rank 1 yes"],
+    "disagree": ["DP rank 1: the group agreed to replay", "replace_embeds", "rank 0 yes", "rank 1 yes"],
     "die": ["rank 1"],
     "stall": ["rank 1 has not voted", "rank 0 waits"],
     "no-plugin": ["rank 1 did not say what it runs", "not active there"],

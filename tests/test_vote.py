@@ -31,7 +31,7 @@ def facts(draw: st.DrawFn) -> BatchFacts:
 def runners(draw: st.DrawFn) -> RunnerFacts:
     flag = st.booleans()
     return RunnerFacts(
-        LADDER, draw(st.integers(0, 2)), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag),
+        LADDER, draw(st.integers(0, 2)), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag), draw(flag),
         draw(st.none() | st.integers(1, 400)), draw(st.none() | st.integers(1, 64)), draw(st.integers(1, 4)),
     )  # fmt: skip
 

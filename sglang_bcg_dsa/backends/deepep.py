@@ -13,22 +13,23 @@ and is a true subclass, because models ask ``isinstance``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from sglang_bcg_dsa.breaks import Break
+from sglang_bcg_dsa.breaks import Break, replaying
 from sglang_bcg_dsa.engine import current_capture, in_breakable_region
 from sglang_bcg_dsa.errors import CaptureError
 
 
-def with_break(base: type, call: Callable[..., None], standard: Callable[[Any], bool]) -> type:
+def with_break(base: type, call: Callable[..., None], refusal: Callable[[int, Any], str | None]) -> type:
     """A subclass of the host's DeepEPMoE that calls ``call`` as its break.
 
     ``call(output, layer, hidden_states, topk_weights, topk_ids, router_logits)``; shapes are the
     host's: hidden states and output ``[tokens, hidden]``, top-k ``[tokens, k]``, router logits
-    ``[tokens, experts]`` or None. ``standard`` tells whether a top-k output has these parts.
+    ``[tokens, experts]`` or None. ``refusal(tokens, topk_output)`` says what would go wrong, or None.
     """
 
     class DeepEPMoE(base):  # type: ignore[misc]
@@ -38,12 +39,9 @@ def with_break(base: type, call: Callable[..., None], standard: Callable[[Any], 
             if not in_breakable_region():
                 result: torch.Tensor = super().forward(hidden_states, topk_output)
                 return result
-            if not standard(topk_output):
-                raise CaptureError(
-                    f"layer {self.layer_id}: top-k output is {type(topk_output).__name__}; a captured MoE break needs "
-                    "plain weights, ids and router logits. Use a MoE runner that takes the standard format, or "
-                    "--disable-prefill-cuda-graph"
-                )
+            why = refusal(hidden_states.shape[0], topk_output)
+            if why is not None:
+                raise CaptureError(f"layer {self.layer_id}: {why}")
             output = torch.empty_like(hidden_states)
             call(output, self, hidden_states, topk_output.topk_weights, topk_output.topk_ids, topk_output.router_logits)
             return output
@@ -52,10 +50,40 @@ def with_break(base: type, call: Callable[..., None], standard: Callable[[Any], 
     return DeepEPMoE
 
 
+BUCKET_MULTIPLE = 8
+"""DeepEP's dispatch can hang on prefill buckets that are no multiple of it (SGLang's own note)."""
+
+
+def refusals(overlap: Callable[[], bool], attention_tp: Callable[[], int]) -> Callable[[int, Any], str | None]:
+    """What a captured MoE break cannot do right. Checked at warm-up, before the first capture."""
+
+    def refusal(tokens: int, topk_output: Any) -> str | None:
+        if not hasattr(topk_output, "topk_ids"):
+            return (
+                f"top-k output is {type(topk_output).__name__}; a captured MoE break needs plain weights, ids and router "
+                "logits. Use a MoE runner that takes the standard format, or --disable-prefill-cuda-graph"
+            )
+        if overlap():
+            return (
+                "single-batch overlap runs the shared experts in a hook of the dispatch, which no captured graph "
+                "contains: they would be missing. Drop --enable-single-batch-overlap, or pass --disable-prefill-cuda-graph"
+            )
+        bucket = tokens * attention_tp()
+        if bucket % BUCKET_MULTIPLE:
+            return (
+                f"prefill bucket {bucket} is no multiple of {BUCKET_MULTIPLE}, on which DeepEP can hang. Pass "
+                f"--cuda-graph-bs-prefill with multiples of {BUCKET_MULTIPLE}"
+            )
+        return None
+
+    return refusal
+
+
 def make_break(
     make_topk: Callable[..., Any],
     get_extend: Callable[[], bool],
     set_extend: Callable[[bool], None],
+    get_recorder: Callable[[], Any],
     barrier: Callable[[], None],
 ) -> Break:
     """The with_output break: body, stub and barrier."""
@@ -72,8 +100,11 @@ def make_break(
         # The prefill runner clears the flag around its own forwards; without it "auto" would pick
         # LOW_LATENCY at warm-up, whose token budget a prefill bucket exceeds.
         set_extend(True)
+        # The host tells its expert recorder the layer in Python around this call, which a replay skips.
+        layer_known = get_recorder().with_current_layer(layer.layer_id) if replaying() else nullcontext()
         try:
-            output.copy_(layer.forward_impl(hidden_states, make_topk(topk_weights, topk_ids, router_logits)))
+            with layer_known:
+                output.copy_(layer.forward_impl(hidden_states, make_topk(topk_weights, topk_ids, router_logits)))
         finally:
             set_extend(live)
 

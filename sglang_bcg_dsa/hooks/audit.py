@@ -11,8 +11,6 @@ not vote, because nothing is asked of it, is left alone.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +20,6 @@ from typing import Any
 
 from sglang_bcg_dsa import __version__
 from sglang_bcg_dsa.config import Config
-from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.exchange import Missing, differences, publish_and_collect
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
@@ -31,6 +28,7 @@ from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS, RollCall, group
 from sglang_bcg_dsa.seams import SeamSet
+from sglang_bcg_dsa.stopping import bring_down, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +92,13 @@ class AuditFeature:
             )
         except Missing as missing:
             who = ", ".join(map(str, missing.ranks))
-            raise _stop(
+            raise refuse(
                 f"rank {who} did not say what it runs within {self._settings.exchange_seconds:g} s (rank {rank} "
                 "waited). Most likely the plugin is not active there: install sglang-bcg-dsa on that node and name "
-                "it in --plugins there too"
+                "it in --plugins there too. If that rank is merely slow to start, raise audit.exchange_seconds"
             ) from None
         if lines := differences(records):
-            raise _stop("the ranks do not run the same: " + " | ".join(lines))
+            raise refuse("the ranks do not run the same: " + " | ".join(lines))
         if rank == 0:
             logger.info("sglang-bcg-dsa: %d ranks agree on version, features, reasons and ladder", world)
 
@@ -119,23 +117,15 @@ class AuditFeature:
                     "sglang-bcg-dsa: no verdict for %g s: %s. Stopping the server. Stacks of rank %d:\n%s",
                     limit, rolls.call(), rank, _stacks(),
                 )  # fmt: skip
-                _bring_down()
+                bring_down()
             elif rolls.asked():
                 # Another rank waits for this one, and will stop the server.
-                rolls.answer()
                 logger.critical(
                     "sglang-bcg-dsa: rank %d %s, and other ranks wait for it. Its stacks:\n%s",
                     rank, progress.describe(), _stacks(),
                 )  # fmt: skip
+                rolls.answer()
                 return
-
-
-def _stop(message: str) -> StartupError:
-    """A start-up error raised inside the scheduler, where SGLang does not print SystemExit."""
-    error = StartupError(message)
-    logger.critical("%s", error)
-    _notify_parent()
-    return error
 
 
 def _stacks() -> str:
@@ -145,16 +135,3 @@ def _stacks() -> str:
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     )
-
-
-def _notify_parent() -> None:
-    """Tell the launching process, as SGLang's schedulers do when they fail."""
-    os.kill(os.getppid(), signal.SIGQUIT)
-
-
-def _bring_down() -> None:
-    """End the server from a thread while the main thread may be stuck in a collective."""
-    logging.shutdown()
-    _notify_parent()
-    time.sleep(1.0)
-    os._exit(1)

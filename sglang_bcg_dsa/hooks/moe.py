@@ -47,9 +47,12 @@ class MoeFeature:
                 topk,
                 resolve(self._seams["moe.get_mode"]),
                 resolve(self._seams["moe.set_mode"]),
+                resolve(self._seams["moe.recorder"]),
                 deepep.named_barrier(resolve(self._seams["moe.group"]), self._seconds),
             )
-            self._class = deepep.with_break(result, call, lambda output: hasattr(output, "topk_ids"))
+            parallel = resolve(self._seams["parallel"])
+            refusal = deepep.refusals(resolve(self._seams["moe.overlap"]), lambda: int(parallel().attn_tp_size))
+            self._class = deepep.with_break(result, call, refusal)
         return self._class
 
     def on_shared(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,9 @@ is a group, the forward-time check may not say no after the group said yes: such
 stops this rank, naming both sides, before it can leave the others in a collective. Decode votes
 are the host's and are not touched. A draft model's runner neither votes nor is counted.
 
-Adapters run on the scheduler's thread and never touch a device.
+Adapters run on the scheduler's thread. They touch no device, with one exception: where the host
+gathers on the device (0.5.16 without overlap schedule), the rows of a prefill are read with one
+more copy to the host, beside the host's own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from sglang_bcg_dsa.config import Config
 from sglang_bcg_dsa.errors import LockstepError, StartupError, VetoError
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
-from sglang_bcg_dsa.predicate import RunnerFacts, reasons_against
+from sglang_bcg_dsa.predicate import BatchFacts, RunnerFacts, reasons_against
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import BatchView, Feature, Forward, State
@@ -60,6 +62,9 @@ class VoteFeature:
         self.step = Step()
         self.runner: RunnerFacts | None = None
         self._enable_lora = False
+        self._left_to_host = False
+        self._late = 0
+        """Reasons that only became known at forward time and hold for every later batch."""
 
     # ------------------------------------------------------------------ plugin hooks
 
@@ -80,6 +85,7 @@ class VoteFeature:
         self._columns = probe_columns(seams)
         self._get_parallel = resolve(seams["parallel"])
         self._vetoed = bool(self._hooks.bcg_replay_veto.get_hookimpls())
+        self._warned_of_unasked = False
         installer.around("vote.batch", self.on_batch)
         installer.around("vote.gather", self.on_gather)
         installer.around("forward.decide", self.on_decide)
@@ -120,12 +126,10 @@ class VoteFeature:
         """This rank's reasons against replaying its batch; idle ranks have none."""
         batch = self.step.batch
         host_yes = bool(getattr(info, self._ballot))
-        if batch is None or batch.forward_mode.is_idle():
-            return 0 if host_yes else reasons.NO_GRAPH_RUNNER
-        facts = hostfacts.of_schedule_batch(
-            batch, info.num_tokens, self._alignment, self.runner, convertible=host_yes
-        )
-        against = reasons_against(facts, self.runner)
+        if self._left_to_host or batch is None or batch.forward_mode.is_idle():
+            return 0 if host_yes else self._unexplained()
+        facts = hostfacts.of_schedule_batch(batch, info.num_tokens, self._alignment, self.runner, convertible=host_yes)
+        against = reasons_against(facts, self.runner) | self._late
         if facts.prefill and self._vetoed:
             against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), batch))
         return against or (0 if host_yes else self._unexplained())
@@ -137,6 +141,11 @@ class VoteFeature:
         votes = [
             vote.decode(rank, row[tokens], row[prefill], row[ballot] != 0) for rank, row in enumerate(rows.tolist())
         ]
+        if len(votes) < self._ranks:
+            raise LockstepError(
+                f"the vote of step {self.step.number} had {len(votes)} participants, but there are {self._ranks} DP "
+                "ranks: it went over the wrong process group"
+            )
         ladder = self.runner.ladder if self.runner is not None else ()
         verdict = vote.tally(self.step.number, votes, ladder, self._alignment)
         if verdict.against:
@@ -157,28 +166,46 @@ class VoteFeature:
         if self.runner is None or not is_ours(runner):
             return bool(original(runner, forward_batch))
         start = time.perf_counter()
-        grouped = forward_batch.global_num_tokens_cpu is not None
-        agreed = not grouped or bool(getattr(forward_batch, self._verdict_flag))
+        step = self.step
+        agreed = forward_batch.global_num_tokens_cpu is None or bool(getattr(forward_batch, self._verdict_flag))
         facts = hostfacts.of_forward_batch(forward_batch, self.runner, runner._has_inactive_dp_rank(forward_batch))
         against = reasons_against(facts, self.runner)
-        if not grouped:
-            self.step.number += 1
-            self.step.verdict, self.step.adapter_us = None, 0.0
-            if self._vetoed and facts.prefill:
+        voted = step.verdict is not None
+        if not voted:
+            step.adapter_us = 0.0
+            if self._may_ask_vetoes_alone and facts.prefill:
                 against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), forward_batch))
         if agreed and not against and self._host_has_predicate and not original(runner, forward_batch):
             against = self._unexplained()
-        if grouped and agreed and against & ~reasons.HIDDEN_MODE:
-            raise self._contradiction(against)
+        if voted and agreed and against:
+            self._tolerate_or_stop(facts, against)
         replay = agreed and not against
-        self.step.adapter_us += (time.perf_counter() - start) * 1e6
-        if not agreed and self.step.verdict is not None:
+        step.adapter_us += (time.perf_counter() - start) * 1e6
+        if not agreed and step.verdict is not None:
             # What follows from the group's decision, such as ranks without tokens, is no reason for it.
-            against = self.step.verdict.against
-        self._report(forward_batch, facts.num_tokens, replay, against)
+            against = step.verdict.against
+        if not facts.is_target_verify:
+            self._report(facts.num_tokens, replay, against)
         return replay
 
-    def _report(self, forward_batch: Any, run: int, replay: bool, against: int) -> None:
+    def _tolerate_or_stop(self, facts: BatchFacts, against: int) -> None:
+        """The group agreed and this rank may not: stop, unless every rank sees the same or none can hang.
+
+        * A rank of the group without tokens: all ranks read that off the same list of counts.
+        * Nothing to run (hosts that gather no counts, where only MoE dispatch is coupled): this rank
+          dispatches eagerly what the others dispatch in their breaks.
+        * A hidden mode that speculation set after the vote: the same on all ranks that prefill. From
+          now on it is part of this rank's vote.
+        """
+        if not facts.num_tokens:
+            return
+        if not self.runner or not self.runner.hidden_mode_scheduled:
+            self._late |= against & reasons.HIDDEN_MODE
+            against &= ~reasons.HIDDEN_MODE
+        if against & ~reasons.INACTIVE_RANK:
+            raise self._contradiction(against)
+
+    def _report(self, run: int, replay: bool, against: int) -> None:
         verdict = self.step.verdict
         tokens = run
         if verdict is not None:
@@ -197,8 +224,8 @@ class VoteFeature:
         verdict = self.step.verdict
         said = vote.describe(verdict, self._reasons) if verdict is not None else "votes unknown"
         message = (
-            f"rank {self._rank}: the group agreed to replay step {self.step.number}"
-            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but rank {self._rank} may not: "
+            f"DP rank {self._rank}: the group agreed to replay step {self.step.number}"
+            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but DP rank {self._rank} may not: "
             f"{self._reasons.text(against)}. Votes: {said}. Stopping here: an eager rank would leave the others "
             "waiting in their next collective"
         )
@@ -210,6 +237,8 @@ class VoteFeature:
     def on_runner(self, result: Any, runner: Any, model_runner: Any) -> None:
         """A prefill runner captured its graphs; note what they can serve."""
         if not is_ours(runner):
+            # Another backend's graphs (full, tc_piecewise) are the host's to vote on; draft runners do not vote.
+            self._left_to_host |= not model_runner.is_draft_worker
             return
         self.runner = hostfacts.of_runner(runner, self._seams)
         self._enable_lora = bool(getattr(runner, "enable_lora", False))
@@ -232,8 +261,24 @@ class VoteFeature:
                 ) from None
         return mask
 
+    @property
+    def _may_ask_vetoes_alone(self) -> bool:
+        """Without a vote a veto decides alone: sound in a world of one rank, a hang between TP ranks."""
+        if not self._vetoed:
+            return False
+        alone = int(self._get_parallel().tp_size) == 1
+        if not alone and not self._warned_of_unasked:
+            self._warned_of_unasked = True
+            logger.warning(
+                "sglang-bcg-dsa: plugins' vetoes are not asked: tensor-parallel ranks without DP attention do not "
+                "vote, and a veto on one of them would hang the others"
+            )
+        return alone
+
     def _unexplained(self) -> int:
         """The host said no and the predicate did not: name what is most likely."""
+        if self._left_to_host:
+            return reasons.HOST
         if self.runner is None:
             return reasons.NO_GRAPH_RUNNER
         return reasons.LORA if self._enable_lora else reasons.HOST
@@ -245,6 +290,10 @@ class VoteFeature:
     def _alignment(self) -> int:
         """Attention-TP size. Read late, when the host has its groups, and once: it is fixed then."""
         return int(self._get_parallel().attn_tp_size)
+
+    @functools.cached_property
+    def _ranks(self) -> int:
+        return int(self._get_parallel().attn_dp_size)
 
     @functools.cached_property
     def _rank(self) -> int:

@@ -1,0 +1,37 @@
+"""Ends a rank in a way that ends the server.
+
+Contract: SGLang's scheduler catches ``Exception`` and tells the launching process with SIGQUIT; a
+SystemExit, or a thread, would leave the others waiting. These two do what the scheduler does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+from sglang_bcg_dsa.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+
+def refuse(message: str) -> StartupError:
+    """Announce that this rank cannot start and tell the launching process; raise the result."""
+    error = StartupError(message)
+    logger.critical("%s", error)
+    error.announce()
+    _tell_parent()
+    return error
+
+
+def bring_down() -> None:
+    """End the server from a thread, while the main thread may be stuck in a collective."""
+    logging.shutdown()
+    _tell_parent()
+    time.sleep(1.0)
+    os._exit(1)
+
+
+def _tell_parent() -> None:
+    os.kill(os.getppid(), signal.SIGQUIT)
