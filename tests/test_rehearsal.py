@@ -1,6 +1,8 @@
 """The real server, end to end: graphs equal eager, a third-party veto in the report, every fault named.
 
-Each start of a server takes 25 to 40 s on 2 cores, so what can share one does.
+Each start of a server takes 25 to 40 s on 2 cores, so what can share one does, and the faults are divided
+between the two hosts of the suite: what notices them is this package's, the same on both.
+``BCG_DSA_TEST_ALL_FAULTS=1`` runs all of them on each.
 """
 
 from __future__ import annotations
@@ -110,7 +112,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+ALL = bool(os.environ.get("BCG_DSA_TEST_ALL_FAULTS"))
+RANK_FAULTS = list(FAULTS) if ALL else ["stall", "no-plugin"] if HOST_VOTES_ON_FACTS else ["disagree", "die"]
+REPLAY_FAULTS = ["skip-break", "drop-copy"] if ALL else ["drop-copy"] if HOST_VOTES_ON_FACTS else ["skip-break"]
+
+
+@pytest.mark.parametrize("fault", RANK_FAULTS)
 def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
     """The run ends by itself, with the rank and the cause, and with a status that says so."""
     status, report, _ = rehearse("--fault", fault, "--requests", "16")
@@ -123,7 +130,7 @@ def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
         assert report["fault_noticed_after_seconds"] < 30
 
 
-@pytest.mark.parametrize("fault", ["skip-break", "drop-copy"])
+@pytest.mark.parametrize("fault", REPLAY_FAULTS)
 def test_a_broken_replay_is_seen(fault: str) -> None:
     """The comparison can fail: a replay that loses a break, or a copy, gives other numbers."""
     status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dense")
