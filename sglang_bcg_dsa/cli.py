@@ -8,6 +8,7 @@ should be; 2: bad input; 3: a fault went unnoticed. No traceback unless ``--debu
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -102,6 +103,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rehearse(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("sglang") is None:
+        print(
+            "sglang-bcg-dsa rehearse: SGLang is not installed in this environment; "
+            "run pip install 'sglang-bcg-dsa[host]', or make demo from a checkout",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
     from sglang_bcg_dsa import show
     from sglang_bcg_dsa.config import load
     from sglang_bcg_dsa.rehearse import BadRequest, Options, as_json, rehearse

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from sglang_bcg_dsa import environment, traffic
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
-from sglang_bcg_dsa.testing import deep_ep_gloo, faults
+from sglang_bcg_dsa.testing import deep_ep_folder, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
 from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
 
@@ -177,7 +177,7 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
     env: dict[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
     path: tuple[Path, ...] = ()
     if options.deepep:
-        deep_ep_gloo.write_distribution(workdir / "deep_ep")
+        deep_ep_folder.write_distribution(workdir / "deep_ep")
         path += (workdir / "deep_ep",)
     if graphs and not options.host_only:
         plugin_args = ("--plugins", "bcg_dsa")
@@ -200,7 +200,7 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         # SGLang divides it by the number of DP ranks.
         chunked_prefill_size=CHUNK * options.ranks,
         fault=options.fault if graphs and options.fault in TAPE_FAULTS else "",
-        extra_args=(*plugin_args, *(deep_ep_gloo.SERVER_ARGS if options.deepep else ())),
+        extra_args=(*plugin_args, *(deep_ep_folder.SERVER_ARGS if options.deepep else ())),
         env=env,
         python_path=path,
     )

@@ -408,7 +408,7 @@ def test_what_deepep_would_not_take_is_refused(lone_buffer: deep_ep_gloo.Buffer)
 
 def test_the_stand_in_is_deep_ep_only_for_those_who_ask(tmp_path: Path) -> None:
     """``import deep_ep`` gives the stand-in with the written folder on the path, never without."""
-    folder = deep_ep_gloo.write_distribution(tmp_path / "dist")
+    folder = deep_ep_folder.write_distribution(tmp_path / "dist")
     assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*.py")] == [
         Path("dist/deep_ep/__init__.py")
     ]

@@ -13,21 +13,17 @@ host for the other ranks' counts there and spins until its timeout.
 
 Limits: no streams (events are always complete, the receive hook does nothing), no FP8 payload, no
 cached-handle dispatch, one rank per process, and a missing peer is found by gloo's timeout only.
-Only a process with the folder made by `write_distribution` on its path sees this as ``deep_ep``.
+Only a process with the folder made by `deep_ep_folder.write_distribution` on its path sees this as ``deep_ep``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
-# "bf16" means that rows cross as they are, whatever their type; the default is to quantise to FP8.
-SERVER_ARGS = ("--moe-a2a-backend", "deepep", "--deepep-dispatcher-output-dtype", "bf16")
 
 # The payload of one row must be a whole number of these bytes: DeepEP moves rows as int4 vectors.
 VECTOR_BYTES = 16
@@ -402,22 +398,3 @@ def _check_choices(topk_idx: torch.Tensor, num_experts: int) -> None:
         raise TypeError(f"topk_idx must be an int64 matrix, got {topk_idx.shape} {topk_idx.dtype}")
     if bool(((topk_idx < -1) | (topk_idx >= num_experts)).any()):
         raise ValueError(f"topk_idx holds ids outside -1..{num_experts - 1}")
-
-
-_SHIM = '''"""The gloo stand-in under DeepEP's name, for those with this folder on their path."""
-
-from sglang_bcg_dsa.testing.deep_ep_gloo import Buffer, Config, EventOverlap
-
-__all__ = ["Buffer", "Config", "EventOverlap"]
-'''
-
-
-def write_distribution(directory: str | Path) -> Path:
-    """Write the package ``deep_ep`` into ``directory`` (to go on ``PYTHONPATH``) and return it.
-
-    ``import deep_ep`` then gives the stand-in, provided ``sglang_bcg_dsa`` can be imported as well.
-    """
-    package = Path(directory) / "deep_ep"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").write_text(_SHIM, encoding="utf-8")
-    return Path(directory)

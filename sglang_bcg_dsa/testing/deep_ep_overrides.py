@@ -5,7 +5,7 @@ works on the CPU platform with the host's own ``DeepEPMoE`` and dispatcher class
 exist without a GPU is answered here, one row of `OVERRIDES` each. The first use of DeepEP in a
 process ends it if a row is not in force. Nothing happens unless `register` is called.
 
-Start the server with `deep_ep_gloo.SERVER_ARGS`.
+Start the server with `deep_ep_folder.SERVER_ARGS`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def register(capturing: Callable[[], bool] = tape_is_recording) -> None:
     if not wanted():
         raise SystemExit(
             "deep_ep is not the gloo stand-in: put the folder made by "
-            "sglang_bcg_dsa.testing.deep_ep_gloo.write_distribution on PYTHONPATH"
+            "sglang_bcg_dsa.testing.deep_ep_folder.write_distribution on PYTHONPATH"
         )
     settings = TapeSettings.from_env()
     for row in OVERRIDES:
