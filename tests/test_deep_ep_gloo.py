@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from sglang_bcg_dsa.testing import deep_ep_gloo, deep_ep_overrides  # noqa: E402
+from sglang_bcg_dsa.testing import deep_ep_folder, deep_ep_gloo, deep_ep_overrides  # noqa: E402
 from sglang_bcg_dsa.testing.tape import TapeGraph  # noqa: E402
 
 HIDDEN, INTERMEDIATE = 8, 12
