@@ -74,6 +74,11 @@ class Options:
             raise BadRequest("--deepep: the dense model has no experts; use --model mla or moe")
         if self.fault in faults.FAULTS and self.host_only:
             raise BadRequest(f"--fault {self.fault} needs the plugin; drop --host-only")
+        if self.keep is not None:
+            try:
+                self.keep.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BadRequest(f"--keep {self.keep} cannot be created: {error.strerror}") from None
 
 
 @dataclass
@@ -139,7 +144,6 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
 @contextmanager
 def _workdir(keep: Path | None) -> Any:
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
     else:
         with tempfile.TemporaryDirectory(prefix="bcg-dsa-rehearsal-") as folder:

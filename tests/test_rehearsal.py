@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from sglang_bcg_dsa.seams import examine
 from tests.conftest import ROOT
 
 HOST_VOTES_ON_FACTS = "runner.local" in examine()
+
+MARK = f"BCG_DSA_TEST_RUN={os.getpid()}-{time.time_ns()}"
 
 PLUGIN = '''
 """An example third-party plugin: batches of exactly 4 requests run eagerly, for a reason of its own."""
@@ -38,7 +41,7 @@ def bcg_replay_veto(batch):
 
 def rehearse(*args: str, path: Path | None = None, timeout: float = 280) -> tuple[int, dict[str, Any], str]:
     """Run the console command; (status, its JSON, its standard error)."""
-    env = dict(os.environ)
+    env = {**os.environ, MARK.partition("=")[0]: MARK.partition("=")[2]}
     if path is not None:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
@@ -49,17 +52,18 @@ def rehearse(*args: str, path: Path | None = None, timeout: float = 280) -> tupl
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def servers() -> list[str]:
-    """Command lines of SGLang processes that are alive."""
+def alive() -> list[str]:
+    """Command lines of live processes that were started by this suite's rehearsals, and only by those."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                marked = MARK.encode() in (entry / "environ").read_bytes().split(b"\0")
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if ("sglang::" in line or "sglang.launch_server" in line) and state not in "ZX":
+            if marked and state not in "ZX":
                 found.append(line)
     return found
 
@@ -67,9 +71,8 @@ def servers() -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
     """Whatever a rehearsal was told to do, no process of its servers outlives it."""
-    before = servers()
     yield
-    assert servers() == before
+    assert alive() == []
 
 
 def third_party(folder: Path) -> Path:
@@ -102,6 +105,29 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
     assert ranks[0]["features"]["vote"] == expected
     assert ranks[0]["features"]["moe"] == ("native" if HOST_VOTES_ON_FACTS else "supplied")
     assert took < 180, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is 3 minutes"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_rehearsal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """Stopped in the middle of a start, politely or not: every process is gone within seconds."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "sglang_bcg_dsa.cli", "rehearse", "--keep", str(tmp_path / "k")],
+        env={**os.environ, MARK.partition("=")[0]: MARK.partition("=")[2]}, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 30
+        while len(alive()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(3)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert alive() == []
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert "everything that was started has been stopped" in errors
+        assert "Traceback" not in errors
 
 
 FAULTS = {
@@ -151,6 +177,7 @@ def test_a_broken_replay_is_seen(fault: str) -> None:
         (("--deepep", "--model", "dense"), "no experts"),
         (("--config", "/no/such.toml"), "no such file"),
         (("--ranks", "two"), "invalid int value"),
+        (("--keep", "/proc/nowhere"), "--keep /proc/nowhere"),
     ],
 )
 def test_bad_input_is_one_line(args: tuple[str, ...], words: str) -> None:
