@@ -23,6 +23,7 @@ from typing import Any
 from sglang_bcg_dsa import environment
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.records import BatchView
+from sglang_bcg_dsa.testing import metadata_folder
 
 DISTRIBUTION = "sglang-bcg-dsa-fault"
 FAULTS = ("disagree", "die", "stall", "no-plugin")
@@ -111,11 +112,11 @@ class FaultPlugin:
 
 def write_distribution(directory: Path) -> Path:
     """Write the metadata folder into ``directory``, to go first on ``PYTHONPATH``; return its path."""
-    folder = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\nbcg_dsa_fault = {__name__}:register\n\n"
-        f"[sglang_bcg_dsa]\nrehearsal_fault = {__name__}:FaultPlugin\n"
+    return metadata_folder.write(
+        directory,
+        DISTRIBUTION,
+        {
+            "sglang.srt.plugins": {"bcg_dsa_fault": f"{__name__}:register"},
+            "sglang_bcg_dsa": {"rehearsal_fault": f"{__name__}:FaultPlugin"},
+        },
     )
-    return folder

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_bcg_dsa.testing import metadata_folder
 from sglang_bcg_dsa.testing.settings import TapeSettings
 
 NAME = "bcg_tape_cpu"
@@ -134,12 +135,12 @@ def __getattr__(name: str) -> Any:
 
 
 def write_distribution(directory: Path) -> Path:
-    """Write the metadata folder into ``directory``, to go on ``PYTHONPATH``; return its path."""
-    folder = directory / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        f"[sglang.srt.platforms]\n{NAME} = {__name__}:activate\n\n"
-        f"[sglang.srt.plugins]\n{NAME} = {__name__}:register\n"
+    """Write the metadata folder into ``directory`` (to go on ``PYTHONPATH``) and return its path."""
+    return metadata_folder.write(
+        directory,
+        DISTRIBUTION,
+        {
+            "sglang.srt.platforms": {NAME: f"{__name__}:activate"},
+            "sglang.srt.plugins": {NAME: f"{__name__}:register"},
+        },
     )
-    return folder
