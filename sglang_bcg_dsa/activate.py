@@ -90,18 +90,23 @@ def plan(config: Config) -> Plan:
     return Plan(config, host_name(), seams, manager, ReasonTable(declared_reasons(manager)), decided)
 
 
-def activate() -> None:
-    """Switch the plugin on in this process, or end it with the reason."""
-    global _active
-    if _active is not None:
-        return
-    ready = plan(load(environment.config_path()))
+def check(ready: Plan) -> None:
+    """Raise StartupError for whatever stops a plan from being carried out."""
     features.require(ready.features, ready.seams, ready.host)
     if environment.skips_vote() and any(f.name == "vote" and f.active for f in ready.features):
         raise StartupError(
             f"{environment.HOST_SKIP_ALL_GATHER} is set: SGLang would not gather the ranks' votes, and ranks could "
             "take different paths into a collective; unset it, or set [vote] enabled = false"
         )
+
+
+def activate() -> None:
+    """Switch the plugin on in this process, or end it with the reason."""
+    global _active
+    if _active is not None:
+        return
+    ready = plan(load(environment.config_path()))
+    check(ready)
     if _SCHEDULER in sys.modules:
         installer = Installer(ready.seams)
         ready.manager.hook.bcg_install(

@@ -89,12 +89,17 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa import doctor, show
 
-    if args.config is not None:
-        from sglang_bcg_dsa.config import load
+    try:
+        if args.config is not None:
+            from sglang_bcg_dsa.config import load
 
-        load(args.config)
-        environment.use_config(args.config)
-    decided, found, refusal = doctor.examine()
+            load(args.config or "(empty)")
+            environment.use_config(args.config)
+        decided, found, refusal = doctor.examine()
+    except StartupError as error:
+        if args.json:
+            _print_json({"plugin": __version__, "ok": False, "refusal": error.message})
+        raise
     if args.json:
         _print_json(doctor.as_json(decided, found, refusal))
     else:

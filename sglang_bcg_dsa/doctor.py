@@ -15,11 +15,12 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from typing import Any
 
 from sglang_bcg_dsa import __version__, environment
-from sglang_bcg_dsa.activate import Plan, plan
+from sglang_bcg_dsa.activate import Plan, check, plan
 from sglang_bcg_dsa.config import load
-from sglang_bcg_dsa.features import require
+from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.flags import GROUP, NAME
 from sglang_bcg_dsa.hooks import PROJECT
+from sglang_bcg_dsa.hooks.manager import installed
 from sglang_bcg_dsa.records import State
 from sglang_bcg_dsa.seams import SEAMS
 
@@ -53,10 +54,34 @@ def examine() -> tuple[Plan, list[Part], str | None]:
     """The plan for this machine, its parts, and why the plugin would refuse to start, if it would."""
     decided = plan(load(environment.config_path()))
     try:
-        require(decided.features, decided.seams, decided.host)
-    except SystemExit as error:
+        _check_loadable()
+        check(decided)
+    except StartupError as error:
         return decided, parts(), str(error)
     return decided, parts(), None
+
+
+def _check_loadable() -> None:
+    """What the plugin itself cannot notice at start, because SGLang would not load it."""
+    allowed = environment.host_plugin_allowlist()
+    if allowed is not None and NAME not in allowed:
+        raise StartupError(
+            f"{environment.HOST_PLUGINS}={','.join(sorted(allowed))} shuts {NAME} out: SGLang will not load it, whatever "
+            f"--plugins or {environment.ASKED} say; add {NAME} there"
+        )
+    if NAME not in {entry.name for entry in entry_points(group=GROUP)}:
+        raise StartupError(f"no entry point {NAME} in group {GROUP}; install sglang-bcg-dsa with pip, do not just copy it")
+
+
+def third_party(decided: Plan) -> list[tuple[str, list[str]]]:
+    """(name, hooks it implements) of every third-party plugin."""
+    manager = decided.manager
+    names = {entry.name for entry in installed()}
+    return [
+        (name, sorted(caller.name for caller in manager.get_hookcallers(plugin) or ()))
+        for name, plugin in manager.list_name_plugin()
+        if plugin is not None and name in names
+    ]
 
 
 def as_json(decided: Plan, found: list[Part], refusal: str | None) -> dict[str, Any]:
@@ -76,7 +101,7 @@ def as_json(decided: Plan, found: list[Part], refusal: str | None) -> dict[str, 
         "parts": [{"name": p.name, "found": p.found, "without": None if p.found else p.without} for p in found],
         "plugins": {
             GROUP: sorted({e.name for e in entry_points(group=GROUP)}),
-            PROJECT: sorted({e.name for e in entry_points(group=PROJECT)}),
+            PROJECT: dict(third_party(decided)),
         },
         "registered": NAME in {e.name for e in entry_points(group=GROUP)},
         "config": environment.config_path(),

@@ -38,7 +38,8 @@ def _table(title: str, *columns: str) -> Table:
 
 def doctor(decided: Plan, found: list[Part], refusal: str | None) -> None:
     """The report of ``doctor``."""
-    from sglang_bcg_dsa.doctor import STYLES
+    from sglang_bcg_dsa.doctor import STYLES, third_party
+    from sglang_bcg_dsa.records import State
     from sglang_bcg_dsa.seams import SEAMS
 
     keys = {s.key for s in SEAMS}
@@ -59,14 +60,24 @@ def doctor(decided: Plan, found: list[Part], refusal: str | None) -> None:
         seams.add_row(mismatch.feature, mismatch.key, Text(str(mismatch), style="red"))
     out.print(seams if decided.seams.mismatches else Text(str(seams.title), style="bold"))
     out.print()
-    parts = _table("Parts", "part", "found", "without it")
+    plugins = _table("Third-party plugins", "plugin", "hooks")
+    for name, hooks in third_party(decided):
+        plugins.add_row(name, ", ".join(hooks))
+    if plugins.row_count:
+        out.print(plugins)
+        out.print()
+    parts = _table("Parts", "part", "installed", "without it")
     for part in found:
         missing = Text("not found", style="yellow")
         parts.add_row(part.name, part.found or missing, Text("" if part.found else part.without))
     out.print(parts)
     out.print()
     if refusal is None:
-        out.print(Text("Everything that was asked for can run.", style="green"))
+        off = all(f.state is State.OFF for f in decided.features)
+        good = "Every feature is switched off." if off else "Every feature that was asked for fits this SGLang."
+        if any(part.name == "GPU" and not part.found for part in found):
+            good += " There is no GPU here to serve on."
+        out.print(Text(good, style="green"))
     else:
         out.print(Text(refusal, style="red"))
 
@@ -81,6 +92,8 @@ def rehearsal(outcome: Outcome) -> None:
         _ranks(outcome.passes[0].states)
         _reasons(outcome.passes[0].states)
         _buckets(outcome.passes[0].states)
+    if not outcome.passes:
+        out.print(Text("No pass was completed.", style="dim"))
     times = _table("Passes", "pass", "start s", "traffic s", *(["rows that crossed ranks"] if options.deepep else []))
     for done in outcome.passes:
         crossed = [", ".join(map(str, done.rows_crossed))] if options.deepep else []
@@ -113,7 +126,7 @@ def verdict(outcome: Outcome) -> str:
 
 def _ranks(states: list[dict[str, Any]]) -> None:
     table = _table(
-        "Prefills by rank", "rank", "replayed", "eager", "coverage", "real tokens", "padding", "vote us", "capture s"
+        "Prefills by rank", "rank", "replayed", "eager", "coverage", "real tokens", "padding", "adapter us", "capture s"
     )
     for state in states:
         real, padded = state["tokens"]["real"], state["tokens"]["padded"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sglang_bcg_dsa.config import FEATURES, Config
 from sglang_bcg_dsa.errors import PluginError
 from sglang_bcg_dsa.hooks import specs
 from sglang_bcg_dsa.hooks.manager import PREFIX, add, build_manager, declared_reasons
-from tests.conftest import PACKAGE, ROOT, Zygote
+from tests.conftest import PACKAGE, ROOT, Run, Zygote
 
 SPECS = {n: f for n, f in vars(specs).items() if n.startswith(PREFIX)}
 
@@ -124,6 +125,10 @@ def distribution(folder: Path, module: str, code: str, name: str = "theirs") -> 
         ("from sglang_bcg_dsa import hookimpl\n@hookimpl\ndef bcg_verdict(verdickt): ...\n", "verdickt"),
         ("import not_there\n", "cannot be imported: No module named 'not_there'"),
         ("from sglang_bcg_dsa import hookimpl\n@hookimpl\ndef bcg_reasons(): return ['padding']\n", "builtin reason 'padding'"),
+        ("from sglang_bcg_dsa import hookimpl\n@hookimpl\ndef bcg_reasons(): return 'busy'\n", "returned text, 'busy'"),
+        ("from sglang_bcg_dsa import hookimpl\n@hookimpl\ndef bcg_reasons(): 1 / 0\n", "bcg_reasons raised ZeroDivisionError"),
+        ("def bcg_something_else(): ...\n", "bcg_something_else, which is no hook"),
+        ("x = 1\n", "implements no hook"),
     ],
 )  # fmt: skip
 def test_an_installed_plugin_that_is_wrong_stops_the_start(tmp_path: Path, zygote: Zygote, code: str, words: str) -> None:
@@ -153,3 +158,30 @@ def test_every_feature_can_be_demanded_switched_off_or_left(feature: str, asked:
         assert decided.active
     else:
         assert decided.state.value == ("refused" if asked is True else "native")
+
+
+def test_doctor_shows_plugins_with_their_hooks(tmp_path: Path, fresh: Run) -> None:
+    """A plugin author sees that the plugin is found, and which hooks it really implements."""
+    code = "from sglang_bcg_dsa import hookimpl\n@hookimpl\ndef bcg_verdict(verdict): ...\n"
+    path = [distribution(tmp_path / "p", "their_module", code)]
+    assert "theirs  bcg_verdict" in fresh(["-m", "sglang_bcg_dsa.cli", "doctor"], path=path).stdout
+    report = json.loads(fresh(["-m", "sglang_bcg_dsa.cli", "doctor", "--json"], path=path).stdout)
+    assert report["plugins"]["sglang_bcg_dsa"] == {"theirs": ["bcg_verdict"]}
+
+
+@pytest.mark.parametrize(
+    ("env", "status", "words"),
+    [
+        ({"SGLANG_PLUGINS": "other"}, 1, "shuts bcg_dsa out"),
+        ({"SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"}, 1, "unset it"),
+        ({"SGLANG_BCG_DSA_CONFIG": "/no/such.toml"}, 2, "no such file"),
+        ({}, 0, None),
+    ],
+)
+def test_doctor_refuses_what_a_start_would_refuse(fresh: Run, env: dict[str, str], status: int, words: str | None) -> None:
+    """One check for both: what doctor lets pass starts, and its JSON says why not, also for bad input."""
+    done = fresh(["-m", "sglang_bcg_dsa.cli", "doctor", "--json"], env=env)
+    assert done.returncode == status, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is (status == 0)
+    assert words is None or words in report["refusal"]

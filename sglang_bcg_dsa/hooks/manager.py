@@ -33,7 +33,10 @@ def build_manager(builtin: Sequence[tuple[str, object]] = ()) -> pluggy.PluginMa
                 f"plugin {entry.name!r} ({entry.value}) of group {PROJECT!r} cannot be imported: {error}; "
                 "repair it or uninstall its distribution"
             ) from error
-        add(manager, entry.name, plugin() if inspect.isclass(plugin) else plugin)
+        plugin = plugin() if inspect.isclass(plugin) else plugin
+        add(manager, entry.name, plugin)
+        if not manager.get_hookcallers(plugin):
+            raise PluginError(f"plugin {entry.name!r} ({entry.value}) implements no hook; decorate them with @hookimpl")
     return manager
 
 
@@ -61,6 +64,11 @@ def declared_reasons(manager: pluggy.PluginManager) -> list[tuple[str, str]]:
     """(plugin name, reason) pairs of all plugins, for the reason table."""
     pairs = []
     for impl in manager.hook.bcg_reasons.get_hookimpls():
-        declared = cast("Iterable[str] | None", impl.function())
-        pairs += [(impl.plugin_name, reason) for reason in declared or ()]
+        try:
+            declared = cast("Iterable[str] | None", impl.function())
+        except Exception as error:
+            raise PluginError(f"plugin {impl.plugin_name!r}: bcg_reasons raised {type(error).__name__}: {error}") from error
+        if isinstance(declared, str):
+            raise PluginError(f"plugin {impl.plugin_name!r}: bcg_reasons returned text, {declared!r}; expected names")
+        pairs += [(impl.plugin_name, reason) for reason in dict.fromkeys(declared or ())]
     return pairs
