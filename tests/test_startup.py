@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,31 +319,23 @@ def test_verification_looks_through_other_plugins_wraps() -> None:
     assert not _in_force(target, hooks[0])
 
 
-def test_the_environment_switches_an_engine_on(tmp_path: Path) -> None:
-    """``sgl.Engine`` has no command line: the environment reaches its ``load_plugins``, and a spawned child's."""
-    child = tmp_path / "child.py"
-    child.write_text(
-        "import multiprocessing, os, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        "def scheduler(q):\n"
-        "    import sglang.srt.managers.scheduler\n"
-        "    from sglang.srt.plugins import load_plugins\n"
-        "    load_plugins()\n"
-        "    from sglang_bcg_dsa import activate\n"
-        "    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo\n"
-        "    q.put((activate._active is not None, hasattr(MLPSyncBatchInfo.all_gather, '__wrapped__')))\n"
-        "if __name__ == '__main__':\n"
-        "    import sglang as sgl\n"
-        "    from sglang.srt.plugins import load_plugins\n"
-        "    load_plugins()\n"
-        "    c = multiprocessing.get_context('spawn'); q = c.Queue(); p = c.Process(target=scheduler, args=(q,))\n"
-        "    p.start(); print('RESULT', q.get(timeout=100)); p.join()\n"
+def test_the_environment_switches_an_engine_on(zygote: Zygote) -> None:
+    """``sgl.Engine`` has no command line: the environment reaches its ``load_plugins``, which wraps the scheduler's seams.
+
+    That spawned schedulers are reached as well is what every rehearsal shows.
+    """
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import sglang.srt.managers.scheduler\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from sglang_bcg_dsa import activate\n"
+        "from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo\n"
+        "print('RESULT', activate._active is not None, hasattr(MLPSyncBatchInfo.all_gather, '__wrapped__'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(child)], capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "SGLANG_BCG_DSA": "1"},
-    )  # fmt: skip
-    assert "RESULT (True, True)" in done.stdout, done.stderr[-3000:]
+    for value, wanted in (("1", "RESULT True True"), ("0", "RESULT False False")):
+        done = zygote(code=code, env={"SGLANG_BCG_DSA": value})
+        assert wanted in done.stdout, done.stderr[-3000:]
 
 
 def test_a_store_wait_is_bounded(store: dist.HashStore) -> None:
