@@ -52,8 +52,3 @@ class LockstepError(RuntimeError):
 
 class VetoError(RuntimeError):
     """A plugin refused a batch with a reason that was never declared."""
-
-
-class StallError(RuntimeError):
-    """A rank has waited longer than ``audit.stall_seconds``."""
-

@@ -41,8 +41,7 @@ class Installer:
 
         @functools.wraps(wrap)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            if not self._verified:
-                self.verify()
+            self.verify()
             return wrap(*args, **kwargs)
 
         HookRegistry.register(seam.target, hook, HookType[how])

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_bcg_dsa import environment, traffic
+from sglang_bcg_dsa.activate import host_name
+from sglang_bcg_dsa.hooks.explain import STATE_KEY
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
 from sglang_bcg_dsa.testing import deep_ep_folder, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
@@ -124,7 +125,7 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
     started = time.monotonic()
     outcome = Outcome(
         options,
-        f"SGLang {version('sglang')}",
+        host_name(),
         traffic.waves(options.seed, options.requests, options.ranks, LADDER, CHUNK, VOCABULARY),
     )
     with _workdir(options.keep) as workdir:
@@ -168,7 +169,7 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
         done.traffic_seconds = time.monotonic() - start
         states = server.server_info()["internal_states"]
         done.states = sorted(
-            (s["bcg_dsa"] for s in states if "bcg_dsa" in s), key=lambda s: (s["rank"]["dp"], s["rank"]["tp"])
+            (s[STATE_KEY] for s in states if STATE_KEY in s), key=lambda s: (s["rank"]["dp"], s["rank"]["tp"])
         )
         done.rows_crossed = [s["deep_ep_gloo"]["rows_sent"] for s in states if "deep_ep_gloo" in s]
         _count_host_lines(server.log(), done)
