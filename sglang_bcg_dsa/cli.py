@@ -1,4 +1,4 @@
-"""Console script ``sglang-bcg-dsa``: ``doctor`` and ``rehearse``.
+"""Console script ``sglang-bcg-dsa``: ``doctor``, ``rehearse`` and ``bench``.
 
 Contract: results on standard output (with ``--json`` nothing else), progress and errors on
 standard error. Exit status 0: all is well; 1: something is wrong, or a fault was noticed as it
@@ -80,7 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs there")
     rehearse.set_defaults(run=_rehearse)
 
-    for command in (doctor, rehearse):
+    bench = commands.add_parser("bench", help="prefill forwards on GPUs, eager against graphs: logits, time, memory")
+    bench.add_argument("--tokens", default="64,256,512,1024", help="tokens a rank to time (default 64,256,512,1024)")
+    bench.add_argument(
+        "--check", default="", metavar="LENGTHS",
+        help="batches whose logits are compared first: lengths of requests, as in 64,100+28,1000 (default: --tokens)",
+    )  # fmt: skip
+    bench.add_argument("--repeats", type=int, default=20, help="measured forwards in a block (default 20)")
+    bench.add_argument(
+        "--weights", choices=("seeded", "host"), default="seeded",
+        help="with --load-format dummy: seeded weights, which do not vanish in rounding (default), or SGLang's",
+    )  # fmt: skip
+    bench.add_argument("--timeout", type=float, default=1200.0, help="seconds for everything (default 1200)")
+    bench.add_argument("--save", type=Path, metavar="FILE", help="write the measurements there as JSON too")
+    bench.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
+    bench.set_defaults(run=_bench)
+
+    for command in (doctor, rehearse, bench):
         command.add_argument("--json", action="store_true", help="machine-readable, on standard output")
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -135,6 +151,27 @@ def _rehearse(args: argparse.Namespace) -> int:
     else:
         show.rehearsal(outcome)
     return {"equal": OK, "failed": WRONG, "unnoticed": UNNOTICED}[outcome.status]
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from sglang_bcg_dsa import show
+    from sglang_bcg_dsa.bench import Options, run
+
+    try:
+        tokens = tuple(int(n) for n in args.tokens.split(","))
+        check = tuple(tuple(int(n) for n in batch.split("+")) for batch in args.check.split(",") if batch)
+        options = Options(tokens, check or tuple((n,) for n in tokens), args.repeats, args.weights)
+    except ValueError as error:
+        print(f"sglang-bcg-dsa bench: {error}", file=sys.stderr)
+        return BAD_INPUT
+    measured = run(options, [word for word in args.host_args if word != "--"], args.timeout)
+    if args.save is not None:
+        args.save.write_text(json.dumps(measured, indent=2))
+    if args.json:
+        _print_json(measured)
+    else:
+        show.bench(measured)
+    return OK
 
 
 def _print_json(value: Any) -> None:

@@ -1,14 +1,20 @@
 """The adapter to the host's capture engine; the only module that knows its internals.
 
 There is one engine, the host's. A break of ours (:mod:`sglang_bcg_dsa.breaks`) attaches to a
-capture of the host's through the four calls here, each a row of the seam table.
+capture of the host's through the four calls here, each a row of the seam table. A benchmark looks
+into a replay through :class:`BreakTimes`; nothing else does.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
 
@@ -41,3 +47,68 @@ def current_capture() -> HostCapture | None:
 def in_breakable_region() -> bool:
     """Whether the running forward is warmed up, captured or replayed as a breakable graph."""
     return bool(is_in_breakable_cuda_graph())
+
+
+class BreakTimes:
+    """Times the segments and breaks of replays while entered; outside it a replay is the host's own.
+
+    Device time of a part runs from its first moment on the stream to its last, waits for the
+    processor included; processor time is what launching it took. Knows a break by the function that
+    runs in it.
+    """
+
+    def __init__(self) -> None:
+        self._on = False
+        self._marks: list[tuple[str, Any, Any, float]] = []
+
+    def __enter__(self) -> BreakTimes:
+        self._on, self._marks = True, []
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._on = False
+
+    def on_replay(self, original: Callable[[Any], None], graph: Any) -> None:
+        """Stands around ``BreakableCUDAGraph.replay``."""
+        if not self._on:
+            return original(graph)
+        # The host's own loop, over timed stand-ins.
+        return original(
+            SimpleNamespace(
+                _segments=[SimpleNamespace(replay=self._timed("segments", part.replay)) for part in graph._segments],
+                _break_fns=[self._timed(_break_name(run), run) for run in graph._break_fns],
+            )
+        )
+
+    def _timed(self, name: str, run: Callable[[], Any]) -> Callable[[], None]:
+        def timed() -> None:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            start = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - start
+            after.record()
+            self._marks.append((name, before, after, seconds))
+
+        return timed
+
+    def parts(self, replays: int) -> dict[str, dict[str, float]]:
+        """By part: calls, device milliseconds and processor milliseconds of one replay of ``replays``."""
+        torch.cuda.synchronize()
+        found: dict[str, dict[str, float]] = {}
+        for name, before, after, seconds in self._marks:
+            part = found.setdefault(name, {"calls": 0, "gpu_ms": 0.0, "cpu_ms": 0.0})
+            part["calls"] += 1 / replays
+            part["gpu_ms"] += before.elapsed_time(after) / replays
+            part["cpu_ms"] += seconds * 1e3 / replays
+        return found
+
+
+def _break_name(run: Any) -> str:
+    """The function a break runs: ours is a partial of a Break's method, the host's is kept in a closure."""
+    if isinstance(run, functools.partial):
+        return str(run.func.__self__.__name__)  # type: ignore[attr-defined]
+    for cell in run.__closure__ or ():
+        if callable(cell.cell_contents):
+            return str(cell.cell_contents.__name__)
+    return str(run.__name__)

@@ -162,3 +162,50 @@ def _buckets(states: list[dict[str, Any]]) -> None:
         table.add_row(bucket, *[str(s["buckets"].get(bucket, 0)) for s in states], f"{captured['seconds']:.2f}")
     out.print(table)
     out.print()
+
+
+def bench(measured: dict[str, Any]) -> None:
+    """The tables of ``bench``."""
+    env = measured["environment"]
+    out.print(Text(f"{env['cards']} x {env['card']}, driver {env['driver']}, CUDA {env['cuda']}, SGLang "
+                   f"{env.get('sglang', '?')}, sglang-bcg-dsa {env['plugin']}, {env['date']}", style="bold"))  # fmt: skip
+    if measured["check"]:
+        table = _table("\nLogits, same inputs", "requests", "std of logits", "eager again differs", "graphs differ",
+                       "tokens differ (eager again / graphs)")  # fmt: skip
+        for case in measured["check"]:
+            table.add_row(
+                "+".join(map(str, case["lengths"])), f"{case['scale']:.3g}", f"{case['spread']:.3g}",
+                f"{case['difference']:.3g}" if "difference" in case else "-",
+                f"{case['eager_tokens_differ']} / {case.get('tokens_differ', '-')}",
+            )  # fmt: skip
+        out.print(table)
+    table = _table("\nOne prefill forward, slowest rank: median (10 % .. 90 %) in ms", "tokens a rank", "eager GPU", "graphs GPU",
+                   "ratio", "eager wall", "graphs wall", "ratio")  # fmt: skip
+    for row in measured["time"]:
+        cells = [str(row["tokens"])]
+        for clock in ("gpu_ms", "wall_ms"):
+            cells += [_milliseconds(row[kind][clock]) if kind in row else "-" for kind in ("eager", "graphs")]
+            cells.append(f"{row['ratio'][clock]:.2f}" if "ratio" in row else "-")
+        table.add_row(*cells)
+    out.print(table)
+    if measured["split"]:
+        table = _table("\nWhere a replay's time goes, rank 0 (per replay)", "tokens", "part", "calls", "GPU ms", "CPU ms")
+        for row in measured["split"]:
+            for name, part in row["parts"].items():
+                table.add_row(str(row["tokens"]), name, f"{part['calls']:.0f}", f"{part['gpu_ms']:.2f}", f"{part['cpu_ms']:.2f}")
+        out.print(table)
+    capture = measured["capture"]
+    if capture is not None:
+        out.print(
+            f"\nCapture of {len(capture['buckets'])} buckets: {capture['seconds']:.1f} s, {capture['bytes'] / 2**30:.2f} GiB, "
+            f"of which torch's allocator {capture['torch_bytes'] / 2**30:.2f} GiB"
+        )
+        table = _table("", "bucket", "seconds", "GiB", "torch GiB")
+        for row in capture["buckets"]:
+            gibibytes = (f"{row[k] / 2**30:.3f}" for k in ("bytes", "torch_bytes"))
+            table.add_row(str(row["bucket"]), f"{row['seconds']:.2f}", *gibibytes)
+        out.print(table)
+
+
+def _milliseconds(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['p10']:.2f} .. {found['p90']:.2f})"

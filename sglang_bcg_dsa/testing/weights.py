@@ -25,17 +25,28 @@ def _share(module: torch.nn.Module) -> tuple[int, ...]:
     return ranks if shard is None else (*ranks, int(shard.org_vocab_start_index))
 
 
+_FP8_BLOCK = 128
+"""Columns that share a scale in DeepSeek's FP8 checkpoints."""
+
+
 def seed_weights(model: torch.nn.Module, *_: Any, seed: int = 7, **__: Any) -> None:
-    """Fill ``model``'s floating-point parameters; the host function's other arguments go unused."""
+    """Fill ``model``'s floating-point parameters; the host function's other arguments go unused.
+
+    FP8 weights get values of order one and their block scales carry the rest of the range.
+    """
     with torch.no_grad():
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.is_floating_point():
                     continue
                 key = f"{seed}/{path}.{name}/{_share(module)}"
-                generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-                noise = torch.rand(parameter.shape, generator=generator) - 0.5
-                if parameter.dim() >= 2:
+                generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(key.encode()))
+                noise = torch.rand(parameter.shape, generator=generator, device=parameter.device) - 0.5
+                if name.endswith("scale_inv"):
+                    noise = (1 + 0.2 * noise) / (parameter.shape[-1] * _FP8_BLOCK) ** 0.5
+                elif parameter.element_size() == 1:
+                    noise *= 4
+                elif parameter.dim() >= 2:
                     noise *= 4 / parameter.shape[-1] ** 0.5
                 elif "bias" in name:
                     noise *= 0.2

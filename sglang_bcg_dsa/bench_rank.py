@@ -1,0 +1,285 @@
+"""One rank of a benchmark: the host's model runner, forwards of given sizes, eager and with graphs.
+
+Contract: all ranks make the same calls in the same order. Every forward is the host's own
+``ModelRunner.forward`` of a batch that the host's own scheduler code built and voted on; nothing is
+sampled. Eager and graphs run in one process, on the same weights, batches and cache slots, in
+turns. Times are the slowest rank's, differences the worst rank's.
+
+Not measured: the scheduler, sampling, HTTP.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_bcg_dsa.engine import BreakTimes
+from sglang_bcg_dsa.seams import SeamSet, examine, resolve
+
+WARMUPS = 3
+"""Unmeasured forwards before each block."""
+BLOCKS = 2
+"""How often eager and graphs take turns, so that a drifting clock shows in both."""
+_VOCABULARY = 10_000
+"""Token ids are drawn below it, as the host's own one-batch benchmark does."""
+
+
+def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any) -> None:
+    """Entry of a spawned process. Rank 0 puts the measurements into ``results``."""
+    # Importing the scheduler is what tells the plugin that this process runs a model.
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    seams = examine()
+    captures, splits = Captures(), BreakTimes()
+    HookRegistry.register(seams["runner.capture"].target, captures.on_capture, HookType.AROUND)
+    HookRegistry.register(seams["runner.capture_one"].target, captures.on_capture_one, HookType.AROUND)
+    HookRegistry.register(seams["bench.replay"].target, splits.on_replay, HookType.AROUND)
+    if options.weights == "seeded":
+        from sglang_bcg_dsa.testing.weights import seed_weights
+
+        HookRegistry.register(seams["bench.weights"].target, seed_weights, HookType.REPLACE)
+    load_plugins()
+    bench = Bench(_load_model(server_args, port_args, rank), seams, options)
+    measured = {
+        "graphs": bench.has_graphs,
+        "ladder": bench.ladder,
+        "capture": captures.summary(),
+        "check": [bench.check(lengths) for lengths in options.check],
+        "time": [bench.time(tokens) for tokens in options.tokens],
+        "split": [bench.split(tokens, splits) for tokens in options.tokens] if bench.has_graphs else [],
+    }
+    if rank == 0:
+        results.put(measured)
+    bench.barrier()
+
+
+def _load_model(server_args: Any, port_args: Any, rank: int) -> Any:
+    """The host's model runner with its graphs captured, as the host's one-batch benchmark makes it."""
+    from sglang.benchmark import one_batch
+
+    one_batch.initialize_moe_config(server_args)
+    one_batch.initialize_fp8_gemm_config(server_args)
+    one_batch.initialize_fp4_gemm_config(server_args)
+    one_batch.configure_logger(server_args, prefix=f" TP{rank}")
+    loaded, _ = one_batch.load_model(server_args, port_args, rank, rank)
+    return loaded.torch_runner
+
+
+class Captures:
+    """What the capture took: seconds and device bytes, in all and by bucket."""
+
+    def __init__(self) -> None:
+        self._total: dict[str, float] | None = None
+        self._buckets: list[dict[str, float]] = []
+
+    def on_capture(self, original: Callable[..., Any], runner: Any) -> Any:
+        """All buckets, the host's own warm-up included."""
+        with _Meter() as meter:
+            result = original(runner)
+        self._total = meter.read()
+        return result
+
+    def on_capture_one(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
+        """One bucket: two warm-up forwards and the capture."""
+        with _Meter() as meter:
+            result = original(runner, size, *args, **kwargs)
+        self._buckets.append({"bucket": int(size), **meter.read()})
+        return result
+
+    def summary(self) -> dict[str, Any] | None:
+        """None where nothing was captured."""
+        return None if self._total is None else {**self._total, "buckets": self._buckets}
+
+
+class _Meter:
+    """Seconds, and device memory: in all, and of that what torch's allocator holds (the rest is NCCL's,
+    DeepEP's and the graphs' own)."""
+
+    def __enter__(self) -> _Meter:
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._after = self._now()
+
+    def read(self) -> dict[str, float]:
+        """``seconds``, ``bytes``, ``torch_bytes``."""
+        return {name: after - before for (name, before), (_, after) in zip(self._before, self._after, strict=True)}
+
+    @staticmethod
+    def _now() -> list[tuple[str, float]]:
+        import torch
+
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return [
+            ("bytes", total - free),
+            ("torch_bytes", torch.cuda.memory_reserved()),
+            ("seconds", time.perf_counter()),
+        ]
+
+
+class _Recorder:
+    """Stands before the model runner while the host's code builds a batch; keeps the batch instead of running it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.batch: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Any) -> Any:
+        """Keep ``batch``."""
+        self.batch = batch
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=None))
+
+    def sample(self, *args: Any) -> None:
+        """Nothing is sampled."""
+
+
+class Bench:
+    """Builds batches and runs them, on one rank."""
+
+    def __init__(self, runner: Any, seams: SeamSet, options: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._runner = runner
+        self._graphs = runner.prefill_cuda_graph_runner
+        self.has_graphs = hasattr(self._graphs, "capture_num_tokens")
+        self.ladder: list[int] = sorted(self._graphs.capture_num_tokens) if self.has_graphs else []
+        self._flag = seams.field("forward.verdict")
+        self._options = options
+        self._dp_rank = int(resolve(seams["parallel"])().attn_dp_rank)
+
+    # ------------------------------------------------------------------ one forward
+
+    def batch(self, lengths: tuple[int, ...]) -> Any:
+        """A prefill of requests of these lengths, seeded by rank; the pools are emptied before."""
+        import numpy
+        from sglang.benchmark import one_batch
+
+        self._runner.req_to_token_pool.clear()
+        self._runner.token_to_kv_pool_allocator.clear()
+        draw = numpy.random.default_rng([self._options.seed, self._dp_rank, *lengths])
+        requests = one_batch.prepare_synthetic_inputs_for_latency_test(
+            len(lengths), 0, [draw.integers(0, _VOCABULARY, n, dtype=numpy.int64) for n in lengths]
+        )
+        recorder = _Recorder(self._runner)
+        one_batch.extend(requests, recorder)
+        return recorder.batch
+
+    def forward(self, batch: Any, *, graphs: bool) -> Any:
+        """Run a copy of ``batch``: the host pads and changes what it runs. Returns the next tokens' logits."""
+        mine = copy.copy(batch)
+        if not graphs:
+            # What a server without prefill graphs hands down: no verdict, so no padding to a common bucket.
+            setattr(mine, self._flag, False)
+            self._runner.prefill_cuda_graph_runner = self._runner.eager_runner
+        try:
+            with self._torch.no_grad():
+                output = self._runner.forward(mine)
+        finally:
+            self._runner.prefill_cuda_graph_runner = self._graphs
+        if bool(output.can_run_graph) != graphs:
+            raise RuntimeError(f"a forward of {len(batch.input_ids)} tokens ran {'eager' if graphs else 'as a graph'}")
+        return output.logits_output.next_token_logits
+
+    def barrier(self) -> None:
+        """Wait for the device, then for all ranks."""
+        self._torch.cuda.synchronize()
+        if self._torch.distributed.get_world_size() > 1:
+            self._torch.distributed.barrier()
+
+    # ------------------------------------------------------------------ measurements
+
+    def check(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        """Logits with graphs against eager, and eager against itself, on the same inputs."""
+        batch = self.batch(lengths)
+        first = self.forward(batch, graphs=False).float()
+        again = self.forward(batch, graphs=False).float()
+        found: dict[str, Any] = {"lengths": list(lengths), "spread": self._worst(first, again)}
+        found["eager_tokens_differ"] = self._differing(first, again)
+        found["scale"] = float(first.std())
+        if self.has_graphs:
+            graph = self.forward(batch, graphs=True).float()
+            found["difference"] = self._worst(first, graph)
+            found["tokens_differ"] = self._differing(first, graph)
+        return found
+
+    def time(self, tokens: int) -> dict[str, Any]:
+        """Milliseconds of one prefill forward of ``tokens`` on each rank, eager and with graphs in turns."""
+        batch = self.batch((tokens,))
+        found: dict[str, Any] = {"tokens": tokens}
+        kinds = {"eager": False, "graphs": True} if self.has_graphs else {"eager": False}
+        samples: dict[str, dict[str, list[float]]] = {kind: {"gpu_ms": [], "wall_ms": []} for kind in kinds}
+        for _ in range(BLOCKS):
+            for kind, graphs in kinds.items():
+                gpu, wall = self._block(functools.partial(self.forward, batch, graphs=graphs))
+                samples[kind]["gpu_ms"] += gpu
+                samples[kind]["wall_ms"] += wall
+        for kind, measures in samples.items():
+            found[kind] = {name: _spread(values) for name, values in measures.items()}
+        if self.has_graphs:
+            found["ratio"] = {
+                name: found["graphs"][name]["median"] / found["eager"][name]["median"] for name in ("gpu_ms", "wall_ms")
+            }
+        return found
+
+    def split(self, tokens: int, times: BreakTimes) -> dict[str, Any]:
+        """Where the time of a replay goes: segments and each kind of break, on rank 0."""
+        batch = self.batch((tokens,))
+        self.forward(batch, graphs=True)
+        self.barrier()
+        with times:
+            for _ in range(self._options.repeats):
+                self.forward(batch, graphs=True)
+                self._torch.cuda.synchronize()
+        return {"tokens": tokens, "parts": times.parts(self._options.repeats)}
+
+    def _block(self, run: Callable[[], Any]) -> tuple[list[float], list[float]]:
+        from flashinfer.testing.utils import bench_gpu_time_with_cuda_event
+
+        repeats = self._options.repeats
+        self.barrier()
+        gpu = bench_gpu_time_with_cuda_event(run, dry_run_iters=WARMUPS, repeat_iters=repeats, cold_l2_cache=False)
+        wall = []
+        for _ in range(repeats):
+            self.barrier()
+            start = time.perf_counter()
+            run()
+            self._torch.cuda.synchronize()
+            wall.append((time.perf_counter() - start) * 1e3)
+        return list(gpu), self._all(wall, max)
+
+    # ------------------------------------------------------------------ over ranks
+
+    def _worst(self, one: Any, other: Any) -> float:
+        return float(self._all([float((one - other).abs().max())], max)[0])
+
+    def _differing(self, one: Any, other: Any) -> int:
+        return int(self._all([int((one.argmax(-1) != other.argmax(-1)).sum())], sum)[0])
+
+    def _all(self, values: list[Any], reduce: Callable[[Any], Any]) -> list[Any]:
+        from flashinfer.testing.utils import aggregate_gpu_time_across_ranks
+
+        return list(aggregate_gpu_time_across_ranks(values, reduce))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[len(ordered) * 9 // 10],
+        "n": len(ordered),
+    }
