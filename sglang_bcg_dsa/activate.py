@@ -21,6 +21,7 @@ import pluggy
 from sglang_bcg_dsa import environment, features
 from sglang_bcg_dsa.config import Config, load
 from sglang_bcg_dsa.errors import StartupError
+from sglang_bcg_dsa.hooks.attention import AttentionFeature
 from sglang_bcg_dsa.hooks.audit import AuditFeature
 from sglang_bcg_dsa.hooks.explain import ExplainFeature
 from sglang_bcg_dsa.hooks.manager import build_manager, declared_reasons
@@ -75,6 +76,7 @@ def plan(config: Config) -> Plan:
     hooks = manager.hook
     rolls = RollCall(progress)
     builtin = (
+        AttentionFeature(),
         MoeFeature(),
         VoteFeature(hooks, progress, rolls),
         ExplainFeature(hooks, states),

@@ -32,12 +32,14 @@ class Options:
     """What to measure.
 
     ``tokens``: prefill tokens of each rank, one request each, to time. ``check``: lengths of the
-    requests of each batch whose logits are compared. ``weights``: "seeded" (do not vanish in
+    requests of each batch whose logits are compared. ``profile``: tokens of replays to profile with
+    Python's profiler, which slows them. ``weights``: "seeded" (do not vanish in
     rounding) or "host" (the checkpoint's, or SGLang's dummies).
     """
 
     tokens: tuple[int, ...] = (64, 256, 512, 1024)
     check: tuple[tuple[int, ...], ...] = ()
+    profile: tuple[int, ...] = ()
     repeats: int = 20
     weights: str = "seeded"
     seed: int = 7

@@ -12,13 +12,17 @@ Not measured: the scheduler, sampling, HTTP.
 from __future__ import annotations
 
 import copy
+import cProfile
 import functools
+import pstats
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_bcg_dsa.buckets import bucket_for
 from sglang_bcg_dsa.engine import BreakTimes
 from sglang_bcg_dsa.seams import SeamSet, examine, resolve
 
@@ -26,6 +30,7 @@ WARMUPS = 3
 """Unmeasured forwards before each block."""
 BLOCKS = 2
 """How often eager and graphs take turns, so that a drifting clock shows in both."""
+_PROFILED = 40
 _VOCABULARY = 10_000
 """Token ids are drawn below it, as the host's own one-batch benchmark does."""
 
@@ -55,6 +60,7 @@ def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any
         "check": [bench.check(lengths) for lengths in options.check],
         "time": [bench.time(tokens) for tokens in options.tokens],
         "split": [bench.split(tokens, splits) for tokens in options.tokens] if bench.has_graphs else [],
+        "profile": [bench.profile(tokens) for tokens in options.profile] if bench.has_graphs else [],
     }
     if rank == 0:
         results.put(measured)
@@ -170,7 +176,7 @@ class Bench:
 
         self._runner.req_to_token_pool.clear()
         self._runner.token_to_kv_pool_allocator.clear()
-        draw = numpy.random.default_rng([self._options.seed, self._dp_rank, *lengths])
+        draw = numpy.random.default_rng([self._options.seed, self._dp_rank])
         requests = one_batch.prepare_synthetic_inputs_for_latency_test(
             len(lengths), 0, [draw.integers(0, _VOCABULARY, n, dtype=numpy.int64) for n in lengths]
         )
@@ -214,6 +220,13 @@ class Bench:
             graph = self.forward(batch, graphs=True).float()
             found["difference"] = self._worst(first, graph)
             found["tokens_differ"] = self._differing(first, graph)
+            # Matrix kernels round by the row count. An eager batch that fills the bucket with another
+            # request has the graph's; it also shows what batching alone changes.
+            filler = (bucket_for(sum(lengths), self.ladder) or 0) - sum(lengths)
+            if filler > 0:
+                full = self.forward(self.batch((*lengths, filler)), graphs=False).float()[: len(lengths)]
+                found["batching"] = self._worst(first, full)
+                found["difference_full"] = self._worst(graph, full)
         return found
 
     def time(self, tokens: int) -> dict[str, Any]:
@@ -245,6 +258,28 @@ class Bench:
                 self.forward(batch, graphs=True)
                 self._torch.cuda.synchronize()
         return {"tokens": tokens, "parts": times.parts(self._options.repeats)}
+
+    def profile(self, tokens: int) -> dict[str, Any]:
+        """The functions that take most of the processor's time in a replay, on this rank: calls and own milliseconds."""
+        batch = self.batch((tokens,))
+        self.forward(batch, graphs=True)
+        self.barrier()
+        profiler, repeats = cProfile.Profile(), self._options.repeats
+        for _ in range(repeats):
+            profiler.enable()
+            self.forward(batch, graphs=True)
+            profiler.disable()
+            self._torch.cuda.synchronize()
+        rows = pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+        top = sorted(rows, key=lambda row: -row[1][2])[:_PROFILED]
+        return {
+            "tokens": tokens,
+            "functions": [
+                {"function": f"{Path(file).name}:{line} {name}", "calls": calls / repeats, "own_ms": own * 1e3 / repeats,
+                 "all_ms": everything * 1e3 / repeats}
+                for (file, line, name), (_, calls, own, everything, _) in top
+            ],
+        }  # fmt: skip
 
     def _block(self, run: Callable[[], Any]) -> tuple[list[float], list[float]]:
         from flashinfer.testing.utils import bench_gpu_time_with_cuda_event

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", default="", metavar="LENGTHS",
         help="batches whose logits are compared first: lengths of requests, as in 64,100+28,1000 (default: --tokens)",
     )  # fmt: skip
+    bench.add_argument("--profile", default="", metavar="TOKENS", help="profile replays of these sizes, as in 64,1024")
     bench.add_argument("--repeats", type=int, default=20, help="measured forwards in a block (default 20)")
     bench.add_argument(
         "--weights", choices=("seeded", "host"), default="seeded",
@@ -158,9 +159,9 @@ def _bench(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa.bench import Options, run
 
     try:
-        tokens = tuple(int(n) for n in args.tokens.split(","))
+        tokens, profile = (tuple(int(n) for n in sizes.split(",") if n) for sizes in (args.tokens, args.profile))
         check = tuple(tuple(int(n) for n in batch.split("+")) for batch in args.check.split(",") if batch)
-        options = Options(tokens, check or tuple((n,) for n in tokens), args.repeats, args.weights)
+        options = Options(tokens, check or tuple((n,) for n in tokens), profile, args.repeats, args.weights)
     except ValueError as error:
         print(f"sglang-bcg-dsa bench: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -16,7 +16,12 @@ from sglang_bcg_dsa.errors import HostMismatch, StartupError
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.seams import SeamSet
 
-_SHARED: dict[str, tuple[str, ...]] = {"vote": ("parallel",), "explain": ("parallel",), "moe": ("engine", "parallel")}
+_SHARED: dict[str, tuple[str, ...]] = {
+    "attention": ("engine", "parallel"),
+    "moe": ("engine", "parallel"),
+    "vote": ("parallel",),
+    "explain": ("parallel",),
+}
 """Groups of seams that belong to no feature of their own, by the feature that uses them."""
 
 WORKING_RELEASES = "0.5.16, 0.5.17, 0.5.20, 0.5.23"

@@ -79,7 +79,8 @@ def of_runner(runner: Any, seams: SeamSet) -> RunnerFacts:
         "padding_factor": resolve(seams["runner.padding"]),
     }
     if "runner.local" not in seams:
-        return RunnerFacts(**known, prefix=not runner.has_mha_companion_layers)
+        any_prefix = getattr(runner.model_runner.attn_backend, "replays_any_prefix", False)
+        return RunnerFacts(**known, prefix=any_prefix or not runner.has_mha_companion_layers)
     limits = [n for n in (getattr(runner, "max_context_size", None), getattr(runner, "max_seq_len", None)) if n]
     return RunnerFacts(
         **known,

@@ -22,6 +22,8 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _FORWARD = "sglang.srt.model_executor.forward_batch_info"
 _BCG = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
 _MOE = "sglang.srt.layers.moe.ep_moe.layer"
+_ATTENTION = "sglang.srt.layers.attention"
+_MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:DeepseekMLAForwardMixin"
 _ALL = "0.5.16, 0.5.23"
 
 
@@ -51,6 +53,8 @@ class Seam:
     params: tuple[str, ...] = ()
     hosts: str = _ALL
     optional: bool = False
+    unless: str = ""
+    """Key of a seam whose presence makes this one needless."""
 
     @property
     def module(self) -> str:
@@ -80,16 +84,18 @@ class Mismatch:
         return "; or ".join(f"{seam.path}: {found}" for seam, found in self.tried)
 
 
-def _rows(feature: str, remove_when: str, *rows: tuple[Any, ...]) -> list[Seam]:
+def _rows(feature: str, remove_when: str, *rows: tuple[Any, ...], unless: str = "") -> list[Seam]:
     """Rows of one feature that go for the same reason: (key, kind, path, why[, params[, hosts[, optional]]])."""
     return [
-        Seam(key, feature, kind, path, why, remove_when, *rest) for key, kind, path, why, *rest in rows
+        dataclasses.replace(Seam(key, feature, kind, path, why, remove_when, *rest), unless=unless)
+        for key, kind, path, why, *rest in rows
     ]
 
 
 _NO_REASONS = "SGLang's vote carries reasons and its forward-time check reports them"
 _NO_COUNTS = "SGLang reports coverage, reasons and buckets of prefill graphs"
 _NO_AUDIT = "SGLang compares its ranks' configuration and stops on a contradicted verdict"
+_NO_DSA = "SGLang keeps what its graphs read and captures DSA attention itself"
 _RUNNER = f"{_PREFILL}:PrefillCudaGraphRunner"
 
 SEAMS: tuple[Seam, ...] = (
@@ -180,6 +186,64 @@ SEAMS: tuple[Seam, ...] = (
          "ranks compare features and ladder here: all have just left a barrier, none has captured", ("self",)),
         ("scheduler.ready", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.init_dp_attn_adapter",
          "the last step of start-up: every hook is verified here, and ranks without graphs compare", ("self",)),
+    ),
+    *_rows(
+        "attention",
+        _NO_DSA,
+        ("attention.native", Kind.CALL, f"{_RUNNER}.can_replay_locally",
+         "the host accepts prefixes and keeps what its graphs read; its DSA path is then left alone",
+         ("prefix_lens",), "0.5.23", True),
+    ),
+    *_rows(
+        "attention",
+        _NO_DSA,
+        ("attention.register", Kind.CALL, f"{_ATTENTION}.attention_registry:register_attention_backend",
+         "the DSA backend and its old name are registered anew", ("name",)),
+        ("attention.dsa", Kind.VALUE, f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend", "the backend we subclass"),
+        ("attention.metadata", Kind.VALUE, f"{_ATTENTION}.dsa_backend:DSAMetadata", "its fields have declared policies"),
+        ("attention.built", Kind.HOOK, f"{_RUNNER}.__init__", "the registry's choice is verified",
+         ("self", "model_runner")),
+        ("attention.kept", Kind.HOOK, f"{_RUNNER}.capture_prepare",
+         "tensors of a captured batch are kept as long as the graphs", ("self", "num_tokens")),
+        ("attention.load", Kind.HOOK, f"{_RUNNER}.load_batch",
+         "the count of real tokens is made local to the attention-TP rank", ("self", "forward_batch")),
+        *(
+            (f"attention.{name}", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.{name}", "real tokens of a batch")
+            for name in ("num_token_non_padded_cpu", "_original_forward_mode")
+        ),
+        ("attention.indexer", Kind.VALUE, f"{_ATTENTION}.dsa.dsa_indexer:bcg_dsa_indexer_prefill_split",
+         "the indexer's break, wrapped: all but its selection goes into the segment"),
+        *(
+            (f"attention.indexer.{name}", Kind.CALL, f"{_ATTENTION}.dsa.dsa_indexer:Indexer.{name}", why, params)
+            for name, why, params in (
+                ("_fused_q_prepare_and_store", "projects and stores in the segment",
+                 ("x", "q_lora", "positions", "forward_batch", "layer_id", "act_quant", "enable_dual_stream")),
+                ("_get_q_k_bf16", "projects, where the host does not fuse",
+                 ("q_lora", "x", "positions", "enable_dual_stream", "forward_batch")),
+                ("_store_index_k_cache", "stores keys, where the host does not fuse",
+                 ("forward_batch", "layer_id", "key", "act_quant")),
+                ("_get_logits_head_gate", "head weights, where the host does not fuse", ()),
+                ("_should_skip_logits_computation", "whether every context is within the top k", ("forward_batch",)),
+                ("_get_topk_ragged", "scores and selects in the break",
+                 ("forward_batch", "layer_id", "q_fp8", "weights", "metadata", "topk_result")),
+            )
+        ),
+        ("attention.quantise", Kind.CALL, "sglang.kernels.ops.attention.dsa.triton_kernel:act_quant",
+         "handed to the indexer's own methods", ()),
+        ("attention.core", Kind.HOOK, f"{_MLA}.forward_absorb_core", "attention over the selected slots is captured",
+         ("self",)),
+        ("attention.fuse", Kind.HOOK, f"{_MLA}._can_fuse_bmm_into_attention",
+         "a matrix product leaves the attention break with it", ("self", "forward_batch")),
+        ("attention.inline", Kind.CALL, "sglang.srt.layers.radix_attention:force_eager_attention",
+         "the host's own way to call attention without a break"),
+        ("attention.context", Kind.CALL,
+         "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager:get_tc_piecewise_forward_context",
+         "the live batch of a break"),
+        ("attention.backend", Kind.CALL, "sglang.srt.model_executor.forward_context:get_attn_backend",
+         "the attention backend of the running forward"),
+        ("attention.arguments", Kind.CALL, "sglang.srt.runtime_context:get_server_args",
+         "whether a hierarchical cache is waited for in Python"),
+        unless="attention.native",
     ),
     *_rows(
         "moe",
@@ -286,7 +350,7 @@ def examine(table: Sequence[Seam] = SEAMS) -> SeamSet:
     mismatches = [
         Mismatch(key, attempts[0][0].feature, tuple(attempts))
         for key, attempts in tried.items()
-        if key not in fitting and not all(seam.optional for seam, _ in attempts)
+        if key not in fitting and not all(seam.optional or seam.unless in fitting for seam, _ in attempts)
     ]
     return SeamSet(fitting, mismatches)
 

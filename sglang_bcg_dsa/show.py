@@ -170,14 +170,13 @@ def bench(measured: dict[str, Any]) -> None:
     out.print(Text(f"{env['cards']} x {env['card']}, driver {env['driver']}, CUDA {env['cuda']}, SGLang "
                    f"{env.get('sglang', '?')}, sglang-bcg-dsa {env['plugin']}, {env['date']}", style="bold"))  # fmt: skip
     if measured["check"]:
-        table = _table("\nLogits, same inputs", "requests", "std of logits", "eager again differs", "graphs differ",
-                       "tokens differ (eager again / graphs)")  # fmt: skip
+        names = ("spread", "batching", "difference", "difference_full")
+        table = _table("\nLargest difference of logits, same inputs", "requests", "std of logits", "eager, again",
+                       "eager, batched", "graphs, eager", "graphs, eager batched", "tokens differ")  # fmt: skip
         for case in measured["check"]:
-            table.add_row(
-                "+".join(map(str, case["lengths"])), f"{case['scale']:.3g}", f"{case['spread']:.3g}",
-                f"{case['difference']:.3g}" if "difference" in case else "-",
-                f"{case['eager_tokens_differ']} / {case.get('tokens_differ', '-')}",
-            )  # fmt: skip
+            differences = (f"{case[name]:.3g}" if name in case else "-" for name in names)
+            tokens = f"{case['eager_tokens_differ']} eager, {case.get('tokens_differ', '-')} graphs"
+            table.add_row("+".join(map(str, case["lengths"])), f"{case['scale']:.3g}", *differences, tokens)
         out.print(table)
     table = _table("\nOne prefill forward, slowest rank: median (10 % .. 90 %) in ms", "tokens a rank", "eager GPU", "graphs GPU",
                    "ratio", "eager wall", "graphs wall", "ratio")  # fmt: skip
@@ -193,6 +192,12 @@ def bench(measured: dict[str, Any]) -> None:
         for row in measured["split"]:
             for name, part in row["parts"].items():
                 table.add_row(str(row["tokens"]), name, f"{part['calls']:.0f}", f"{part['gpu_ms']:.2f}", f"{part['cpu_ms']:.2f}")
+        out.print(table)
+    for row in measured["profile"]:
+        table = _table(f"\nPython in a replay of {row['tokens']} tokens, rank 0 (per replay, slowed by the profiler)",
+                       "function", "calls", "own ms", "all ms")  # fmt: skip
+        for part in row["functions"]:
+            table.add_row(part["function"], f"{part['calls']:.0f}", f"{part['own_ms']:.3f}", f"{part['all_ms']:.3f}")
         out.print(table)
     capture = measured["capture"]
     if capture is not None:

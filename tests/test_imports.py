@@ -18,8 +18,8 @@ LEVELS: list[set[str]] = [
     {"hooks", "backends"},
     {"features", "flags", "ledger"},
     {"hooks.specs"},
-    {"hooks.manager", "backends.deepep"},
-    {"hooks.vote", "hooks.explain", "hooks.audit", "hooks.moe"},
+    {"hooks.manager", "backends.deepep", "backends.dsa"},
+    {"hooks.vote", "hooks.explain", "hooks.audit", "hooks.moe", "hooks.attention"},
     {"activate"},
     {"entry", "doctor", "testing"},
     {"bench_rank"},
@@ -94,7 +94,7 @@ def test_the_host_and_torch_are_imported_where_they_may_be(path: Path) -> None:
     at_import = {name.partition(".")[0] for name, now in imports(path) if now}
     if me != "testing":
         assert "sglang" not in at_import or me == "engine"
-        assert "torch" not in at_import or me in {"breaks", "engine", "metadata", "backends.deepep"}
+        assert "torch" not in at_import or me in {"breaks", "engine", "metadata", "backends.deepep", "backends.dsa"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

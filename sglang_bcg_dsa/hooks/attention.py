@@ -1,0 +1,152 @@
+"""Builtin feature ``attention``: DSA prefill graphs, and what captured kernels read of a batch.
+
+Contract: models with DeepSeek sparse attention get a subclass of the host's backend from the
+registry, under both its names; see :mod:`sglang_bcg_dsa.backends.dsa`. For every model, the tensors
+of a captured batch live as long as the graphs that read them, and the count of real tokens that
+masks padded rows is this rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from sglang_bcg_dsa.config import Config
+from sglang_bcg_dsa.errors import StartupError
+from sglang_bcg_dsa.hooks import hookimpl
+from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.reasons import ReasonTable
+from sglang_bcg_dsa.records import Feature, State
+from sglang_bcg_dsa.seams import SeamSet, resolve
+
+logger = logging.getLogger(__name__)
+
+_NAMES = ("dsa", "nsa")
+
+
+class AttentionFeature:
+    """Registers the DSA backend; keeps and corrects what captured kernels read."""
+
+    name = "attention"
+
+    @hookimpl
+    def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
+        if "attention.native" in seams:
+            return Feature(self.name, State.NATIVE, "SGLang accepts prefixes and keeps what its graphs read")
+        return Feature(self.name, State.SUPPLIED, "SGLang drops what its graphs read; DSA attention joins the graphs")
+
+    @hookimpl
+    def bcg_install(self, config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
+        self._seams = seams
+        self._select: Any = None
+        self._class: type | None = None
+        self._told = False
+        self._kept: list[Any] = []
+        register = resolve(seams["attention.register"])
+        for name in _NAMES:
+            register(name)(self.make_backend)
+        installer.after("attention.kept", self.on_capture_prepare)
+        installer.after("attention.load", self.on_load_batch)
+        installer.around("attention.indexer", self.on_indexer)
+        installer.around("attention.core", self.on_core)
+        installer.around("attention.fuse", self.on_fuse)
+        installer.after("attention.built", self.on_built)
+
+    # ------------------------------------------------------------------ the backend
+
+    def make_backend(self, model_runner: Any) -> Any:
+        """What SGLang's registry calls for a DSA model."""
+        from sglang_bcg_dsa.backends import dsa
+
+        if self._class is None:
+            self._class = dsa.with_replay(resolve(self._seams["attention.dsa"]), resolve(self._seams["attention.metadata"]))
+        return self._class(model_runner)
+
+    def on_built(self, result: Any, runner: Any, model_runner: Any) -> None:
+        """A prefill runner captured its graphs: the registry must have handed out our backend."""
+        backend = model_runner.attn_backend
+        if type(backend).__name__ == "DeepseekSparseAttnBackend" and not hasattr(backend, "replays_any_prefix"):
+            raise StartupError(
+                "the DSA attention backend is SGLang's own: another plugin registered 'dsa' after this one; "
+                "take it out, or set [attention] enabled = false"
+            )
+
+    # ------------------------------------------------------------------ a DSA layer in a breakable region
+
+    def on_indexer(self, original: Callable[..., None], **call: Any) -> None:
+        """The host's indexer break: run most of it in the segment, only the selection as a break."""
+        from sglang_bcg_dsa.backends import dsa
+
+        context = resolve(self._seams["attention.context"])()
+        indexer, topk = context.dsa_indexers[call["layer_id"]], call["topk_result"]
+        pool = resolve(self._seams["attention.backend"])().token_to_kv_pool
+        if topk.numel() == 0 or dsa.why_indexer_not_split(indexer, pool) is not None:
+            return original(**call)
+        if self._select is None:
+            self._select = dsa.make_break(
+                dsa.Selection(resolve(self._seams["attention.context"]), resolve(self._seams["attention.backend"]))
+            )
+        q_fp8, weights = dsa.project_and_store(
+            indexer, context.forward_batch, call["layer_id"], call["x"], call["q_lora"], call["positions"],
+            resolve(self._seams["attention.quantise"]),
+        )  # fmt: skip
+        self._select(topk, indexer, call["layer_id"], q_fp8, weights)
+        return None
+
+    def on_core(self, original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Attention over the selected slots: captured instead of a break, where it can be."""
+        inline: AbstractContextManager[Any] = nullcontext()
+        if self._captured(layer):
+            inline = resolve(self._seams["attention.inline"])()
+        with inline:
+            return original(layer, *args, **kwargs)
+
+    def on_fuse(self, original: Callable[..., bool], layer: Any, *args: Any, **kwargs: Any) -> bool:
+        """The host folds a matrix product into its attention break; without that break it stays outside."""
+        return not self._captured(layer) and bool(original(layer, *args, **kwargs))
+
+    def _captured(self, layer: Any) -> bool:
+        from sglang_bcg_dsa.backends import dsa
+        from sglang_bcg_dsa.engine import in_breakable_region
+
+        if not in_breakable_region() or not layer.use_dsa:
+            return False
+        backend = resolve(self._seams["attention.backend"])()
+        why = dsa.why_not_captured(backend, bool(resolve(self._seams["attention.arguments"])().enable_hierarchical_cache))
+        if not self._told:
+            self._told = True
+            logger.info("sglang-bcg-dsa: sparse attention is %s", "captured" if why is None else f"a break: {why}")
+        return why is None
+
+    # ------------------------------------------------------------------ what captured kernels read
+
+    def on_capture_prepare(self, result: Any, runner: Any, num_tokens: int) -> None:
+        """Captured kernels read the batch's tensors by address, and the host drops the batch."""
+        self._kept.append(result)
+
+    def on_load_batch(self, result: Any, runner: Any, forward_batch: Any, **kwargs: Any) -> None:
+        """The count that masks padded rows, for this attention-TP rank's share of the bucket.
+
+        The host computed it for the unpadded length: with two ranks and 20 tokens in a bucket of 32
+        the first would mask rows 10 to 15, which are real. A rank without a batch runs a made-up
+        one, of which no row is real; counting its rows would send them through the experts of all.
+        """
+        registry = runner.buffer_registry
+        if not registry.has_slot("num_token_non_padded"):
+            return
+        parallel = resolve(self._seams["parallel"])()
+        real = 0 if _made_up(forward_batch) else forward_batch.num_token_non_padded_cpu
+        share = len(result.input_ids) // parallel.attn_tp_size
+        registry.get_slot("num_token_non_padded").buffer.fill_(local_tokens(real, share, parallel.attn_tp_rank))
+
+
+def local_tokens(real: int, share: int, rank: int) -> int:
+    """How many of ``real`` tokens lie in the rows of attention-TP rank ``rank``, each having ``share`` rows."""
+    return min(max(real - share * rank, 0), share)
+
+
+def _made_up(forward_batch: Any) -> bool:
+    original = forward_batch._original_forward_mode
+    return original is not None and bool(original.is_idle())
