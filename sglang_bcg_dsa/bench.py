@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,12 +20,17 @@ from queue import Empty
 from typing import Any
 
 from sglang_bcg_dsa import __version__
+from sglang_bcg_dsa.bench_rank import DONE, main
 
 _POLL_SECONDS = 1.0
 
 
 class BenchFailed(RuntimeError):
-    """A rank ended without its measurements."""
+    """A rank ended before all was measured; ``measured`` is what had been."""
+
+    def __init__(self, message: str, measured: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.measured = measured
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,6 @@ def run(options: Options, host_args: Sequence[str], timeout: float) -> dict[str,
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.server_args import PortArgs
 
-    from sglang_bcg_dsa.bench_rank import main
-
     _set_envs_and_config(server_args)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -71,11 +75,14 @@ def run(options: Options, host_args: Sequence[str], timeout: float) -> dict[str,
         context.Process(target=main, args=(server_args, port_args, options, rank, results))
         for rank in range(server_args.tp_size)
     ]
+    measured: dict[str, Any] = {
+        "environment": environment(), "arguments": list(host_args), "options": vars(options), "split": [], "profile": [],
+    }  # fmt: skip
     with _ended(ranks):
         for process in ranks:
             process.start()
-        measured = _wait(ranks, results, timeout)
-    return {"environment": environment(), "arguments": list(host_args), "options": vars(options), **measured}
+        measured.update(_arriving(ranks, results, timeout, measured))
+    return measured
 
 
 def _resolve(host_args: Sequence[str]) -> Any:
@@ -89,21 +96,25 @@ def _resolve(host_args: Sequence[str]) -> Any:
     return ServerArgs.from_cli_args(parser.parse_args(list(host_args)))
 
 
-def _wait(ranks: Sequence[Any], results: Any, timeout: float) -> dict[str, Any]:
-    waited = 0.0
+def _arriving(ranks: Sequence[Any], results: Any, timeout: float, measured: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Measurements as they are made. Raises BenchFailed when a rank ends, or time is up, before the last."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
-            measured: dict[str, Any] = results.get(timeout=_POLL_SECONDS)
+            name, value = results.get(timeout=_POLL_SECONDS)
         except Empty:
-            waited += _POLL_SECONDS
-        else:
-            return measured
-        failed = [(rank, p.exitcode) for rank, p in enumerate(ranks) if p.exitcode not in (None, 0)]
-        if failed:
-            who = ", ".join(f"rank {rank} (status {code})" for rank, code in failed)
-            raise BenchFailed(f"{who} ended before the measurements were done; its traceback stands above")
-        if waited > timeout:
-            raise BenchFailed(f"no measurements within {timeout:g} s; a first run compiles kernels for minutes: --timeout")
+            failed = [(rank, p.exitcode) for rank, p in enumerate(ranks) if p.exitcode not in (None, 0)]
+            if failed:
+                who = ", ".join(f"rank {rank} (status {code})" for rank, code in failed)
+                raise BenchFailed(f"{who} ended before all was measured; its traceback stands above", measured) from None
+            if time.monotonic() > deadline:
+                raise BenchFailed(
+                    f"not done within {timeout:g} s; a first run compiles kernels for minutes: raise --timeout", measured
+                ) from None
+            continue
+        if name == DONE:
+            return
+        yield name, value
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from sglang_bcg_dsa.buckets import bucket_for
 from sglang_bcg_dsa.engine import BreakTimes
 from sglang_bcg_dsa.seams import SeamSet, examine, resolve
 
+DONE = "done"
 WARMUPS = 3
 """Unmeasured forwards before each block."""
 BLOCKS = 2
@@ -36,7 +37,7 @@ _VOCABULARY = 10_000
 
 
 def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any) -> None:
-    """Entry of a spawned process. Rank 0 puts the measurements into ``results``."""
+    """Entry of a spawned process. Rank 0 puts each measurement into ``results`` when it is made, then ``DONE``."""
     # Importing the scheduler is what tells the plugin that this process runs a model.
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.plugins import load_plugins
@@ -53,18 +54,21 @@ def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any
         HookRegistry.register(seams["bench.weights"].target, seed_weights, HookType.REPLACE)
     load_plugins()
     bench = Bench(_load_model(server_args, port_args, rank), seams, options)
-    measured = {
-        "graphs": bench.has_graphs,
-        "ladder": bench.ladder,
-        "capture": captures.summary(),
-        "check": [bench.check(lengths) for lengths in options.check],
-        "time": [bench.time(tokens) for tokens in options.tokens],
-        "split": [bench.split(tokens, splits) for tokens in options.tokens] if bench.has_graphs else [],
-        "profile": [bench.profile(tokens) for tokens in options.profile] if bench.has_graphs else [],
-    }
-    if rank == 0:
-        results.put(measured)
+    _report(results, rank, "graphs", bench.has_graphs)
+    _report(results, rank, "ladder", bench.ladder)
+    _report(results, rank, "capture", captures.summary())
+    _report(results, rank, "check", [bench.check(lengths) for lengths in options.check])
+    _report(results, rank, "time", [bench.time(tokens) for tokens in options.tokens])
+    if bench.has_graphs:
+        _report(results, rank, "split", [bench.split(tokens, splits) for tokens in options.tokens])
+        _report(results, rank, "profile", [bench.profile(tokens) for tokens in options.profile])
+    _report(results, rank, DONE, None)
     bench.barrier()
+
+
+def _report(results: Any, rank: int, name: str, value: Any) -> None:
+    if rank == 0:
+        results.put((name, value))
 
 
 def _load_model(server_args: Any, port_args: Any, rank: int) -> Any:

@@ -153,7 +153,7 @@ class Break:
             return staged
         if isinstance(value, (tuple, list, dict)) and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value)):
             raise CaptureError(
-                f"argument {name} of break {self._name} is a {type(value).__name__} with tensors in it; "
+                f"argument {name} of break {self.name} is a {type(value).__name__} with tensors in it; "
                 "pass each tensor as an argument of its own, so that it can be staged"
             )
         return value
@@ -165,13 +165,14 @@ class Break:
     def _refuse_result(self, result: object) -> None:
         if result is not None:
             raise CaptureError(
-                f"break {self._name} returned a {type(result).__name__}; "
+                f"break {self.name} returned a {type(result).__name__}; "
                 "expected None: write into the output the caller allocated, the next segment reads only that"
             )
 
     @property
-    def _name(self) -> str:
-        return str(getattr(self._body, "__qualname__", self._body))
+    def name(self) -> str:
+        """The body's name, or its class's where it is an object."""
+        return str(getattr(self._body, "__qualname__", type(self._body).__qualname__))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

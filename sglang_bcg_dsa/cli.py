@@ -156,7 +156,7 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa import show
-    from sglang_bcg_dsa.bench import Options, run
+    from sglang_bcg_dsa.bench import BenchFailed, Options, run
 
     try:
         tokens, profile = (tuple(int(n) for n in sizes.split(",") if n) for sizes in (args.tokens, args.profile))
@@ -165,13 +165,20 @@ def _bench(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"sglang-bcg-dsa bench: {error}", file=sys.stderr)
         return BAD_INPUT
-    measured = run(options, [word for word in args.host_args if word != "--"], args.timeout)
+    failure = None
+    try:
+        measured = run(options, [word for word in args.host_args if word != "--"], args.timeout)
+    except BenchFailed as failed:
+        failure, measured = str(failed), failed.measured
     if args.save is not None:
         args.save.write_text(json.dumps(measured, indent=2))
     if args.json:
         _print_json(measured)
     else:
         show.bench(measured)
+    if failure is not None:
+        print(f"sglang-bcg-dsa bench: {failure}", file=sys.stderr)
+        return WRONG
     return OK
 
 

@@ -107,7 +107,7 @@ class BreakTimes:
 def _break_name(run: Any) -> str:
     """The function a break runs: ours is a partial of a Break's method, the host's is kept in a closure."""
     if isinstance(run, functools.partial):
-        return str(run.func.__self__.__name__)  # type: ignore[attr-defined]
+        return str(run.func.__self__.name)  # type: ignore[attr-defined]
     for cell in run.__closure__ or ():
         if callable(cell.cell_contents):
             return str(cell.cell_contents.__name__)

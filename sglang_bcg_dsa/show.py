@@ -169,7 +169,7 @@ def bench(measured: dict[str, Any]) -> None:
     env = measured["environment"]
     out.print(Text(f"{env['cards']} x {env['card']}, driver {env['driver']}, CUDA {env['cuda']}, SGLang "
                    f"{env.get('sglang', '?')}, sglang-bcg-dsa {env['plugin']}, {env['date']}", style="bold"))  # fmt: skip
-    if measured["check"]:
+    if measured.get("check"):
         names = ("spread", "batching", "difference", "difference_full")
         table = _table("\nLargest difference of logits, same inputs", "requests", "std of logits", "eager, again",
                        "eager, batched", "graphs, eager", "graphs, eager batched", "tokens differ")  # fmt: skip
@@ -180,7 +180,7 @@ def bench(measured: dict[str, Any]) -> None:
         out.print(table)
     table = _table("\nOne prefill forward, slowest rank: median (10 % .. 90 %) in ms", "tokens a rank", "eager GPU", "graphs GPU",
                    "ratio", "eager wall", "graphs wall", "ratio")  # fmt: skip
-    for row in measured["time"]:
+    for row in measured.get("time", ()):
         cells = [str(row["tokens"])]
         for clock in ("gpu_ms", "wall_ms"):
             cells += [_milliseconds(row[kind][clock]) if kind in row else "-" for kind in ("eager", "graphs")]
@@ -199,7 +199,7 @@ def bench(measured: dict[str, Any]) -> None:
         for part in row["functions"]:
             table.add_row(part["function"], f"{part['calls']:.0f}", f"{part['own_ms']:.3f}", f"{part['all_ms']:.3f}")
         out.print(table)
-    capture = measured["capture"]
+    capture = measured.get("capture")
     if capture is not None:
         out.print(
             f"\nCapture of {len(capture['buckets'])} buckets: {capture['seconds']:.1f} s, {capture['bytes'] / 2**30:.2f} GiB, "
