@@ -17,8 +17,12 @@ a new segment begins. At warm-up and replay the body runs. Outside a capture the
   Staging costs one set of buffers for the largest bucket, shared by all layers and buckets
   because a break is over before the next one begins (59 MB in that shape), and two copies of the
   hidden states a layer. :attr:`Break.staged_bytes` says how much it is.
-* A break inside a break runs inline. A break that fails while capturing leaves no half-open
-  capture behind.
+* What a caller keeps across a break (the shared experts' output) is safe in the graph's pool: its
+  block is taken from its allocation to its last reference in capture order, a replay runs in that
+  order, breaks allocate from the default pool because no capture is on then, and no other graph of
+  the pool runs between two segments of one.
+* A break inside a break, ours or the host's, runs inline. A break that fails while capturing
+  leaves no half-open capture behind.
 
 Not promised: that a body reads only its arguments and state that lives as long. A value that the
 body takes from a closure is the author's to keep alive.
@@ -28,7 +32,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -50,23 +53,12 @@ class Capture(Protocol):
         """Begin the next segment."""
 
 
-_inside_break: ContextVar[bool] = ContextVar("sglang_bcg_dsa_inside_break", default=False)
 _replaying: ContextVar[bool] = ContextVar("sglang_bcg_dsa_replaying", default=False)
 
 
 def replaying() -> bool:
     """Whether the running break body is part of a replay: Python around it did not run then."""
     return _replaying.get()
-
-
-@contextmanager
-def _set(*variables: ContextVar[bool]) -> Iterator[None]:
-    tokens = [(variable, variable.set(True)) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, token in reversed(tokens):
-            variable.reset(token)
 
 
 class Staging:
@@ -99,7 +91,7 @@ class Break:
     """One kind of break. Call it as ``brk(output, *inputs, **inputs)``.
 
     ``body`` and ``stub`` take the same arguments; ``output`` is a tensor the caller allocated.
-    ``current_capture`` returns the capture in progress on this thread or None. ``barrier``, for a
+    ``current_capture`` returns the capture with a segment open on this thread or None. ``barrier``, for a
     body coupled to other ranks, blocks until every rank has come here or raises naming who has
     not.
     """
@@ -125,7 +117,7 @@ class Break:
         return self._staging.bytes
 
     def __call__(self, output: torch.Tensor, /, *args: Any, **kwargs: Any) -> None:
-        capture = None if _inside_break.get() else self._current_capture()
+        capture = self._current_capture()
         if capture is None:
             self._refuse_result(self._body(output, *args, **kwargs))
             return
@@ -136,8 +128,7 @@ class Break:
         try:
             if self._barrier is not None:
                 self._barrier()
-            with _set(_inside_break):
-                self._refuse_result(self._stub(staged, *args, **kwargs))
+            self._refuse_result(self._stub(staged, *args, **kwargs))
             capture.add_break(functools.partial(self._replay, staged, *args, **kwargs))
         finally:
             # Also after an error: the host closes its capture by ending the running segment, and
@@ -159,8 +150,11 @@ class Break:
         return value
 
     def _replay(self, output: torch.Tensor, /, *args: Any, **kwargs: Any) -> None:
-        with _set(_inside_break, _replaying):
+        token = _replaying.set(True)
+        try:
             self._body(output, *args, **kwargs)
+        finally:
+            _replaying.reset(token)
 
     def _refuse_result(self, result: object) -> None:
         if result is not None:

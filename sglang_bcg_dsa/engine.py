@@ -1,8 +1,8 @@
 """The adapter to the host's capture engine; the only module that knows its internals.
 
 There is one engine, the host's. A break of ours (:mod:`sglang_bcg_dsa.breaks`) attaches to a
-capture of the host's through the four calls here, each a row of the seam table. A benchmark looks
-into a replay through :class:`BreakTimes`; nothing else does.
+capture of the host's through the calls here, each a row of the seam table. A benchmark looks into a
+replay through :class:`BreakTimes`; nothing else does.
 """
 
 # mypy: allow-untyped-calls
@@ -39,9 +39,9 @@ class HostCapture:
 
 
 def current_capture() -> HostCapture | None:
-    """The host's capture in progress on this thread, or None."""
+    """The host's capture with a segment open on this thread; None outside captures and inside any break, whoever's."""
     capture = breakable_cuda_graph._current_capture_var.get()
-    return None if capture is None else HostCapture(capture)
+    return None if capture is None or capture._current_graph is None else HostCapture(capture)
 
 
 def in_breakable_region() -> bool:

@@ -265,6 +265,17 @@ SEAMS: tuple[Seam, ...] = (
          "single-batch overlap is refused with captured breaks: its hooks would not run"),
         ("moe.recorder", Kind.CALL, "sglang.srt.eplb.expert_distribution:get_global_expert_distribution_recorder",
          "told the layer at replay, when the Python that tells it does not run"),
+        ("moe.recorder.off", Kind.ATTRIBUTE, "sglang.srt.eplb.expert_distribution:_ExpertDistributionRecorderReal._disable_all",
+         "draft models are not recorded, neither at replay"),
+        ("moe.dispatcher", Kind.HOOK, "sglang.srt.batch_overlap.two_batch_overlap:MaybeTboDeepEPDispatcher._execute",
+         "every dispatch and combine passes here: refused while a segment is captured", ("self", "name")),
+        ("moe.args", Kind.CALL, "sglang.srt.runtime_context:get_server_args",
+         "whether experts are rebalanced in a way that captured graphs do not see"),
+        *(
+            (f"moe.args.{name}", Kind.ATTRIBUTE, f"sglang.srt.server_args:ServerArgs.{name}",
+             "rebalancing that would leave captured graphs behind", (), "0.5.16", True)
+            for name in ("enable_eplb", "ep_dispatch_algorithm", "elastic_ep_backend")
+        ),
         ("moe.group", Kind.CALL, "sglang.srt.distributed.parallel_state:get_tp_group",
          "the ranks that meet before the break while capturing"),
     ),
@@ -293,6 +304,8 @@ SEAMS: tuple[Seam, ...] = (
         "SGLang's break decorator takes a capture stub, a barrier and owned inputs on every host",
         ("engine.current", Kind.VALUE, f"{_BCG}.breakable_cuda_graph:_current_capture_var",
          "the capture in progress on this thread"),
+        ("engine.segment", Kind.ATTRIBUTE, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture._current_graph",
+         "whether a segment of it is open: not inside a break"),
         ("engine.end", Kind.CALL, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture._end_current_segment",
          "ends the segment before a break"),
         ("engine.begin", Kind.CALL, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraphCapture._begin_new_segment",

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_bcg_dsa import show  # noqa: E402
-from sglang_bcg_dsa.bench import BenchFailed, Options, _arriving  # noqa: E402
-from sglang_bcg_dsa.bench_rank import DONE  # noqa: E402
-from tests.conftest import Run  # noqa: E402
+from sglang_bcg_dsa import show
+from sglang_bcg_dsa.bench import BenchFailed, Options, _arriving
+from sglang_bcg_dsa.bench_rank import DONE
+from tests.conftest import Run
 
 
 @pytest.mark.parametrize(

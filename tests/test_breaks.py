@@ -14,6 +14,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
     BreakableCUDAGraph,
     BreakableCUDAGraphCapture,
     break_graph,
+    eager_on_graph,
 )
 
 from sglang_bcg_dsa.breaks import Break, replaying
@@ -195,6 +196,27 @@ def test_a_break_inside_a_break_runs_inline() -> None:
     x.fill_(4.0)
     graph.replay()
     assert result.tolist() == [50.0]
+
+
+def test_a_break_inside_the_host_s_break_runs_inline() -> None:
+    """No segment is open there, so there is none to split; the whole is one eager call, at replay too."""
+    x, out = torch.ones(1), torch.empty(1)
+    seen: list[bool] = []
+
+    @eager_on_graph(enable=True)
+    def host_break() -> None:
+        seen.append(current_capture() is None)
+        make(add)(out, x)
+
+    with capturing() as graph:
+        seen.append(current_capture() is not None)
+        host_break()
+        result = out * 2
+    assert seen == [True, True]
+    assert len(graph._segments) == 2
+    x.fill_(4.0)
+    graph.replay()
+    assert result.tolist() == [10.0]
 
 
 def test_a_break_holds_staging_and_nothing_of_the_pool() -> None:

@@ -6,6 +6,7 @@ Contract: models get a subclass of the host's DeepEPMoE from ``get_moe_impl_clas
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from sglang_bcg_dsa.config import Config
@@ -32,8 +33,10 @@ class MoeFeature:
         self._seams = seams
         self._seconds = config.moe.barrier_seconds
         self._class: type | None = None
+        self._layers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         installer.after("moe.choose", self.on_choose)
         installer.around("moe.shared", self.on_shared)
+        installer.around("moe.dispatcher", self.on_dispatcher)
 
     def on_choose(self, result: type, *args: Any, **kwargs: Any) -> type | None:
         """Replace the host's DeepEPMoE, and only it, by our subclass."""
@@ -42,17 +45,25 @@ class MoeFeature:
         if self._class is None:
             from sglang_bcg_dsa.backends import deepep
 
-            topk = resolve(self._seams["moe.topk"])
+            recorder = resolve(self._seams["moe.recorder"])
+            silenced = self._seams.field("moe.recorder.off")
             call = deepep.make_break(
-                topk,
+                resolve(self._seams["moe.topk"]),
                 resolve(self._seams["moe.get_mode"]),
                 resolve(self._seams["moe.set_mode"]),
-                resolve(self._seams["moe.recorder"]),
+                recorder,
                 deepep.named_barrier(resolve(self._seams["moe.group"]), self._seconds),
             )
             parallel = resolve(self._seams["parallel"])
-            refusal = deepep.refusals(resolve(self._seams["moe.overlap"]), lambda: int(parallel().attn_tp_size))
-            self._class = deepep.with_break(result, call, refusal)
+            refusal = deepep.refusals(
+                resolve(self._seams["moe.overlap"]),
+                lambda: int(parallel().attn_tp_size),
+                resolve(self._seams["moe.args"]),
+            )
+            # A recorder that is off altogether has no such switch.
+            self._class = deepep.with_break(
+                result, call, refusal, lambda: not getattr(recorder(), silenced, True), self._layers
+            )
         return self._class
 
     def on_shared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,3 +71,9 @@ class MoeFeature:
         from sglang_bcg_dsa.backends.deepep import single_stream
 
         return single_stream(original, *args, **kwargs)
+
+    def on_dispatcher(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """No dispatch while a segment is captured, whoever calls it."""
+        from sglang_bcg_dsa.backends.deepep import only_in_breaks
+
+        return only_in_breaks(self._layers, original, *args, **kwargs)
