@@ -1,4 +1,4 @@
-"""Console script ``sglang-bcg-dsa``: ``doctor``, ``rehearse`` and ``bench``.
+"""Console script ``sglang-bcg-dsa``: ``doctor``, ``rehearse``, ``bench`` and ``compare``.
 
 Contract: results on standard output (with ``--json`` nothing else), progress and errors on
 standard error. Exit status 0: all is well; 1: something is wrong, or a fault was noticed as it
@@ -97,7 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
     bench.set_defaults(run=_bench)
 
-    for command in (doctor, rehearse, bench):
+    compare = commands.add_parser(
+        "compare", help="the real server on this machine's devices: answers with graphs against eager, and eager against itself"
+    )
+    compare.add_argument("--requests", type=int, default=100, help="requests in each round (default 100)")
+    compare.add_argument("--seed", type=int, default=7, help="seed of the traffic (default 7)")
+    compare.add_argument("--start-timeout", type=float, default=900.0, help="seconds for a server to start (default 900)")
+    compare.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs there")
+    compare.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
+    compare.set_defaults(run=_compare)
+
+    for command in (doctor, rehearse, bench, compare):
         command.add_argument("--json", action="store_true", help="machine-readable, on standard output")
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -180,6 +190,23 @@ def _bench(args: argparse.Namespace) -> int:
         print(f"sglang-bcg-dsa bench: {failure}", file=sys.stderr)
         return WRONG
     return OK
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from sglang_bcg_dsa import show
+    from sglang_bcg_dsa.compare import Options, as_json, compare
+
+    try:
+        options = Options(args.requests, args.seed, args.start_timeout, args.keep)
+    except ValueError as error:
+        print(f"sglang-bcg-dsa compare: {error}", file=sys.stderr)
+        return BAD_INPUT
+    outcome = compare(options, [word for word in args.host_args if word != "--"], show.progress)
+    if args.json:
+        _print_json(as_json(outcome))
+    else:
+        show.comparison(outcome)
+    return WRONG if outcome.problems else OK
 
 
 def _print_json(value: Any) -> None:

@@ -15,6 +15,7 @@ from sglang_bcg_dsa.reasons import meaning
 
 if TYPE_CHECKING:
     from sglang_bcg_dsa.activate import Plan
+    from sglang_bcg_dsa.compare import Outcome as Comparison
     from sglang_bcg_dsa.doctor import Part
     from sglang_bcg_dsa.rehearse import Outcome
 
@@ -214,3 +215,25 @@ def bench(measured: dict[str, Any]) -> None:
 
 def _milliseconds(found: dict[str, float]) -> str:
     return f"{found['median']:.2f} ({found['p10']:.2f} .. {found['p90']:.2f})"
+
+
+def comparison(outcome: Comparison) -> None:
+    """The report of ``compare``."""
+    out.print(Text(f"{outcome.host} with sglang-bcg-dsa {__version__}: {outcome.ranks} ranks, {outcome.requests} requests, "
+                   f"ladder {', '.join(map(str, outcome.ladder))}", style="bold"))  # fmt: skip
+    table = _table("\nPrefills by rank", "rank", "replayed", "eager", "why eager")
+    for state in outcome.states:
+        why = ", ".join(f"{name} {times}" for name, times in state["reasons"].items()) or "-"
+        table.add_row(f"DP{state['rank']['dp']}", str(state["prefill"]["replay"]), str(state["prefill"]["eager"]), why)
+    out.print(table)
+    table = _table("\nAnswers against eager", "round", "other tokens", "log-probabilities: median", "90 %", "largest")
+    for name, found in (("graphs", outcome.graphs), ("eager, regrouped", outcome.eager)):
+        if found is not None:
+            table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
+    out.print(table)
+    if outcome.coverage is not None:
+        out.print(f"\nCoverage inside the ladder: {100 * outcome.coverage:.1f} %. Seconds: {outcome.seconds}")
+    for problem in outcome.problems:
+        out.print(Text(problem, style="red"))
+    if not outcome.problems:
+        out.print(Text("Graphs differ from eager no more than eager from itself.", style="green"))

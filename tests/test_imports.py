@@ -23,7 +23,7 @@ LEVELS: list[set[str]] = [
     {"activate"},
     {"entry", "doctor", "testing"},
     {"bench_rank"},
-    {"rehearse", "bench"},
+    {"rehearse", "bench", "compare"},
     {"show"},
     {"cli"},
 ]

@@ -23,7 +23,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_bcg_dsa.testing import platform
 from sglang_bcg_dsa.testing.settings import FAULT, TAPE, TapeSettings
@@ -33,6 +33,20 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 class ServerDied(RuntimeError):
     """The server ended by itself, or did not answer in time; the message has the end of its log."""
+
+
+class Startable(Protocol):
+    """What `running_server` has to know of a server."""
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds until it must answer."""
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+
+    def environment(self, metadata: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment; ``metadata`` is where the CPU platform's entry points are."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +255,7 @@ def _die_with_caller() -> None:
 
 
 @contextlib.contextmanager
-def running_server(spec: ServerSpec, workdir: Path, name: str = "server") -> Iterator[ServerHandle]:
+def running_server(spec: Startable, workdir: Path, name: str = "server") -> Iterator[ServerHandle]:
     """The server of ``spec``; its log is ``workdir/name.log``. See the head of this module."""
     workdir.mkdir(parents=True, exist_ok=True)
     metadata = workdir / "platform"

@@ -8,10 +8,16 @@ parallelism: compare servers of equal parallelism only.
 
 from __future__ import annotations
 
+import multiprocessing
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang_bcg_dsa.testing import metadata_folder
+
+DISTRIBUTION = "sglang-bcg-dsa-seeded-weights"
 
 # (size, rank): pairs of attributes by which the host's layers say which share they hold.
 _SHARES = (("tp_size", "tp_rank"), ("moe_tp_size", "moe_tp_rank"), ("moe_ep_size", "moe_ep_rank"))
@@ -53,3 +59,19 @@ def seed_weights(model: torch.nn.Module, *_: Any, seed: int = 7, **__: Any) -> N
                 else:
                     noise = 1 + 0.2 * noise
                 parameter.copy_(noise)
+
+
+def register() -> None:
+    """Entry point of ``sglang.srt.plugins``: dummy weights are these, in processes that hold a model."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if multiprocessing.parent_process() is not None:
+        target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
+        HookRegistry.register(target, seed_weights, HookType.REPLACE)
+
+
+def write_distribution(directory: Path) -> Path:
+    """Write the metadata folder into ``directory`` (to go on ``PYTHONPATH``) and return its path."""
+    return metadata_folder.write(
+        directory, DISTRIBUTION, {"sglang.srt.plugins": {"bcg_seeded_weights": f"{__name__}:register"}}
+    )

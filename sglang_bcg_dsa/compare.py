@@ -1,0 +1,253 @@
+"""The real server on this machine's devices: the same traffic with prefill graphs, eager, and eager again.
+
+Contract: starts SGLang's own server with the caller's arguments, once with this plugin's graphs and
+once without prefill graphs, and sends both the same seeded traffic over HTTP. On a GPU an answer
+depends on what it was batched with, because kernels round by the row count. How much, the eager
+server itself shows: it gets the traffic twice, the second time regrouped. Graphs pass if they
+differ from eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
+prefills that fit the ladder, and nothing hangs. Whatever happens, no process is left behind.
+
+What it does not show: speed. See ``bench``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_bcg_dsa import traffic
+from sglang_bcg_dsa.activate import host_name
+from sglang_bcg_dsa.hooks.explain import STATE_KEY
+from sglang_bcg_dsa.testing import weights
+from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server
+
+Say = Callable[[str], None]
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+"""Generated tokens and their log-probabilities."""
+
+MIN_COVERAGE = 0.95
+MARGIN = 1.5
+"""Differences of two samples of one distribution: the larger may exceed the smaller by this factor."""
+NEW_TOKENS = 4
+_VOCABULARY = 2000
+"""Token ids are drawn below it; every model has them."""
+_REQUEST_SECONDS = 300.0
+_OUTSIDE = frozenset({"above_ladder"})
+"""Reasons of prefills that do not fit the ladder."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """A server of the caller's arguments, as ``running_server`` wants it."""
+
+    args: tuple[str, ...]
+    python_path: tuple[Path, ...]
+    start_timeout: float
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+        return [
+            sys.executable, "-m", "sglang.launch_server", *self.args, "--skip-server-warmup",
+            "--host", "127.0.0.1", "--port", str(port),
+        ]  # fmt: skip
+
+    def environment(self, metadata: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The caller's, and where our packages are."""
+        path = [*map(str, self.python_path), str(PACKAGE_ROOT), inherited.get("PYTHONPATH", "")]
+        return {**inherited, "PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """``requests`` of each round; ``seed`` of traffic; ``start_timeout`` seconds (a first start compiles kernels)."""
+
+    requests: int = 100
+    seed: int = 7
+    start_timeout: float = 900.0
+    keep: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.requests <= 100_000:
+            raise ValueError(f"--requests {self.requests}: expected 1 to 100000")
+
+
+@dataclass
+class Differences:
+    """How two rounds of the same requests differ."""
+
+    tokens: int
+    """Requests with other tokens."""
+    median: float
+    p90: float
+    largest: float
+    """Log-probabilities of tokens up to the first that differs, worst of each request."""
+
+
+@dataclass
+class Outcome:
+    """``problems`` empty: all is well."""
+
+    host: str
+    ranks: int = 0
+    ladder: tuple[int, ...] = ()
+    requests: int = 0
+    states: list[dict[str, Any]] = field(default_factory=list)
+    coverage: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    graphs: Differences | None = None
+    eager: Differences | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: None) -> Outcome:
+    """Run it. What goes wrong in a server is a problem in the outcome."""
+    outcome = Outcome(host_name())
+    with tempfile.TemporaryDirectory(prefix="bcg-dsa-compare-") as temporary:
+        workdir = (options.keep or Path(temporary)).resolve()
+        workdir.mkdir(parents=True, exist_ok=True)
+        python_path: tuple[Path, ...] = ()
+        if _flag(host_args, "--load-format") == "dummy":
+            # SGLang's own dummies vanish in rounding: then everything is equal.
+            weights.write_distribution(workdir / "weights")
+            python_path = (workdir / "weights",)
+        plugin = ("--plugins", "bcg_dsa") if _flag(host_args, "--plugins") is None else ()
+
+        def spec(*more: str) -> HostSpec:
+            return HostSpec((*host_args, *more), python_path, options.start_timeout)
+
+        try:
+            with _timed(outcome, "graphs"), running_server(spec(*plugin), workdir, "graphs") as server:
+                waves = _look(outcome, server, options)
+                say(f"up with graphs: {outcome.ranks} ranks, ladder {outcome.ladder}; sending {options.requests} requests")
+                graphs = _send(server, waves, outcome.ranks, rotation=0)
+                outcome.states = _states(server)
+            with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
+                say("up eager; sending the same, twice")
+                eager = _send(server, waves, outcome.ranks, rotation=0)
+                server.flush_cache()
+                again = _send(server, waves[::-1], outcome.ranks, rotation=1)
+        except (ServerDied, OSError, RuntimeError) as error:
+            outcome.problems.append(f"a server failed: {error}")
+            return outcome
+    outcome.graphs, outcome.eager = differences(graphs, eager), differences(again, eager)
+    judge(outcome)
+    return outcome
+
+
+class _timed:
+    """Seconds of one server's life, under its name in the outcome."""
+
+    def __init__(self, outcome: Outcome, name: str) -> None:
+        self._seconds, self._name = outcome.seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds[self._name] = round(time.monotonic() - self._start, 1)
+
+
+def _flag(args: Sequence[str], name: str) -> str | None:
+    """The value of a flag among arguments, in either spelling; None where it is not given."""
+    for index, word in enumerate(args):
+        if word == name:
+            return args[index + 1] if index + 1 < len(args) else ""
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _states(server: ServerHandle) -> list[dict[str, Any]]:
+    found = [s[STATE_KEY] for s in server.server_info()["internal_states"] if STATE_KEY in s]
+    return sorted(found, key=lambda s: (s["rank"]["dp"], s["rank"]["tp"]))
+
+
+def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traffic.Wave]:
+    """Ranks, ladder and chunk of a running server, and traffic made for them."""
+    states = _states(server)
+    if not states:
+        raise RuntimeError("the plugin does not report under /server_info; it is not active in this server")
+    outcome.ranks, outcome.requests = len(states), options.requests
+    outcome.ladder = tuple(sorted(int(bucket) for bucket in states[0]["capture"]))
+    if not outcome.ladder:
+        raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
+    chunk = int(server.server_info()["chunked_prefill_size"])
+    return traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, chunk, _VOCABULARY)
+
+
+def _send(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, *, rotation: int) -> dict[tuple[int, ...], Answer]:
+    """All waves, one after the other; answers by prompt. ``rotation`` sends requests to other ranks."""
+    answers: dict[tuple[int, ...], Answer] = {}
+    number = rotation
+    with ThreadPoolExecutor(max_workers=4 * ranks) as pool:
+        for wave in waves:
+            pending = []
+            for prompt in wave.prompts:
+                target = {"data_parallel_rank": number % ranks} if ranks > 1 else {}
+                number += 1
+                pending.append((prompt, pool.submit(
+                    server.generate, prompt, NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS, **target
+                )))  # fmt: skip
+            for prompt, answer in pending:
+                got = answer.result()
+                answers[prompt] = (tuple(got["output_ids"]), tuple(logprobs(got)))
+    return answers
+
+
+def differences(one: Mapping[tuple[int, ...], Answer], other: Mapping[tuple[int, ...], Answer]) -> Differences:
+    """Compare answers to the same prompts."""
+    worst, tokens = [], 0
+    for prompt, (ids, probabilities) in one.items():
+        ids2, probabilities2 = other[prompt]
+        same = next((i for i, (a, b) in enumerate(zip(ids, ids2, strict=True)) if a != b), len(ids))
+        tokens += same < len(ids)
+        pairs = zip(probabilities[: same + 1], probabilities2[: same + 1], strict=True)
+        worst.append(max(abs(a - b) if a == a and b == b else float("inf") for a, b in pairs))
+    worst.sort()
+    return Differences(tokens, worst[len(worst) // 2], worst[len(worst) * 9 // 10], worst[-1])
+
+
+def judge(outcome: Outcome) -> None:
+    """Fill in coverage and problems."""
+    replay = sum(s["prefill"]["replay"] for s in outcome.states)
+    eager = sum(s["prefill"]["eager"] for s in outcome.states)
+    outside = sum(times for s in outcome.states for name, times in s["reasons"].items() if name in _OUTSIDE)
+    inside = replay + eager - outside
+    outcome.coverage = replay / inside if inside > 0 else None
+    if outcome.coverage is None or outcome.coverage < MIN_COVERAGE:
+        outcome.problems.append(
+            f"coverage of prefills inside the ladder is {100 * (outcome.coverage or 0):.1f} %, expected at least "
+            f"{100 * MIN_COVERAGE:.0f} %"
+        )
+    graphs, itself = outcome.graphs, outcome.eager
+    if graphs is None or itself is None:
+        return
+    allowed = MARGIN * itself.tokens + 0.02 * outcome.requests * (itself.tokens > 0)
+    if graphs.tokens > allowed:
+        outcome.problems.append(
+            f"{graphs.tokens} of {outcome.requests} requests have other tokens with graphs; eager against itself "
+            f"{itself.tokens}"
+        )
+    for name in ("median", "p90"):
+        found, spread = getattr(graphs, name), getattr(itself, name)
+        if not found <= MARGIN * spread:
+            outcome.problems.append(
+                f"log-probabilities with graphs differ by {found:.3g} ({name}), eager from itself by {spread:.3g}"
+            )
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """The outcome in builtin types."""
+    return {
+        **{name: value for name, value in vars(outcome).items() if name not in ("graphs", "eager")},
+        "graphs": outcome.graphs and vars(outcome.graphs),
+        "eager": outcome.eager and vars(outcome.eager),
+        "ladder": list(outcome.ladder),
+    }
