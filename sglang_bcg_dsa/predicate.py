@@ -57,6 +57,15 @@ class RunnerFacts(NamedTuple):
     padding_factor: int = 2
     """A bucket of more than this many times the batch's tokens wastes more than it saves
     (SGLang's `_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR`)."""
+    padding_free: int = 0
+    """A bucket up to this many tokens is never too much: a replay of it takes as long as one of a few tokens."""
+    pads_to_group: bool = False
+    """Every rank of a group runs the bucket of the largest: padding is the group's, not the rank's."""
+
+    def pads_too_much(self, tokens: int) -> bool:
+        """Whether the bucket of ``tokens`` is too large for them. False above the ladder, which is a reason of its own."""
+        bucket = bucket_for(tokens, self.ladder)
+        return bucket is not None and bucket > max(self.padding_free, tokens * self.padding_factor)
 
 
 def reasons_against(batch: BatchFacts, runner: RunnerFacts | None) -> int:
@@ -94,10 +103,9 @@ def reasons_against(batch: BatchFacts, runner: RunnerFacts | None) -> int:
         mask |= reasons.CONTEXT_LENGTH
     if runner.max_batch_size is not None and batch.batch_size > runner.max_batch_size:
         mask |= reasons.BATCH_SIZE
-    bucket = bucket_for(batch.num_tokens, runner.ladder)
-    if bucket is None:
+    if batch.num_tokens > runner.ladder[-1]:
         mask |= reasons.ABOVE_LADDER
-    elif bucket > batch.num_tokens * runner.padding_factor:
+    elif runner.pads_too_much(batch.num_tokens):
         mask |= reasons.PADDING
     if batch.inactive_rank:
         mask |= reasons.INACTIVE_RANK

@@ -164,6 +164,8 @@ SEAMS: tuple[Seam, ...] = (
              "draft models do not vote, and speculation sets the hidden mode after the vote")
             for name in ("is_draft_worker", "spec_algorithm")
         ),
+        ("runner.fact.require_mlp_tp_gather", Kind.ATTRIBUTE, f"{_RUNNER}.require_mlp_tp_gather",
+         "whether all ranks of a group pad to the largest"),
         ("runner.inactive", Kind.CALL, f"{_RUNNER}._has_inactive_dp_rank",
          "whether a rank of the group stays out of this forward", ("forward_batch",)),
         ("runner.padding", Kind.VALUE, f"{_PREFILL}:_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR",

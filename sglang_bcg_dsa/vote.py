@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_bcg_dsa import reasons
-from sglang_bcg_dsa.buckets import bucket_for
+from sglang_bcg_dsa.buckets import align_up, bucket_for
+from sglang_bcg_dsa.predicate import RunnerFacts
 
 
 class Vote(NamedTuple):
@@ -39,11 +40,13 @@ class Verdict(NamedTuple):
     bucket: int | None
     """The bucket every rank pads to, when the group replays."""
     votes: tuple[Vote, ...]
+    group_against: int = 0
+    """Reasons that no rank has alone: what follows from the largest batch."""
 
     @property
     def against(self) -> int:
-        """Every reason that any rank gave."""
-        mask = 0
+        """Every reason against."""
+        mask = self.group_against
         for vote in self.votes:
             mask |= vote.against
         return mask
@@ -71,16 +74,23 @@ def decode(rank: int, tokens: int, column: int, yes: bool) -> Vote:
     return Vote(rank, tokens, True, False, column >> 1 or reasons.HOST)
 
 
-def tally(step: int, votes: Sequence[Vote], ladder: Sequence[int], alignment: int = 1) -> Verdict:
-    """The verdict on one step. Replay needs every rank's yes: their collectives must match."""
-    replay, prefill, most, bucket = True, False, 0, None
+def tally(step: int, votes: Sequence[Vote], runner: RunnerFacts | None, alignment: int = 1) -> Verdict:
+    """The verdict on one step. Replay needs every rank's yes: their collectives must match.
+
+    ``runner``: what this rank's graphs can serve, which is the same on all ranks (they compare at
+    start). Token counts are aligned to ``alignment`` before they are padded, as the host does.
+    """
+    replay, prefill, most, bucket, group_against = True, False, 0, None, 0
     for vote in votes:
         replay = replay and vote.yes
         prefill = prefill or vote.prefill
         most = max(most, vote.tokens)
-    if replay and prefill:
-        bucket = bucket_for(-(-most // alignment) * alignment, ladder)
-    return Verdict(step, replay, prefill, bucket, tuple(votes))
+    if replay and prefill and runner is not None:
+        most = align_up(most, alignment)
+        bucket = bucket_for(most, runner.ladder)
+        if runner.pads_to_group and runner.pads_too_much(most):
+            replay, bucket, group_against = False, None, reasons.PADDING
+    return Verdict(step, replay, prefill, bucket, tuple(votes), group_against)
 
 
 def describe(verdict: Verdict, table: reasons.ReasonTable) -> str:

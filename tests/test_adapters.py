@@ -37,7 +37,9 @@ SEAMS: SeamSet = examine()
 BALLOT = SEAMS.field("vote.ballot")
 FLAG = SEAMS.field("forward.verdict")
 LADDER = (16, 32, 64, 128)
-FACTS = RunnerFacts(LADDER, prefix=False, hidden_mode_exact="runner.local" not in SEAMS)
+SUPPLIED = "runner.local" not in SEAMS
+"""The host has no predicate of its own and pads all ranks to the largest."""
+FACTS = RunnerFacts(LADDER, prefix=False, hidden_mode_exact=SUPPLIED, pads_to_group=SUPPLIED)
 
 
 class Wraps:
@@ -226,8 +228,19 @@ def test_reasons_reach_every_rank() -> None:
     together(RANKS, [schedule_batch(20), schedule_batch(500, input_embeds=torch.zeros(1)), None, schedule_batch(7)])
     for rank in RANKS:
         votes = rank.seen.verdicts[-1].votes
-        assert [v.against for v in votes] == [0, reasons.INPUT_EMBEDS | reasons.ABOVE_LADDER, 0, reasons.PADDING]
-        assert [v.yes for v in votes] == [True, False, True, False]
+        padding = 0 if SUPPLIED else reasons.PADDING
+        assert [v.against for v in votes] == [0, reasons.INPUT_EMBEDS | reasons.ABOVE_LADDER, 0, padding]
+        assert [v.yes for v in votes] == [True, False, True, SUPPLIED]
+
+
+def test_a_small_rank_beside_a_large_one_replays_where_all_pad_to_the_largest() -> None:
+    """Host 0.5.16 runs the largest rank's bucket on all: judged on each rank's own tokens, 1 beside 100 ran eagerly."""
+    rows = together(RANKS, [schedule_batch(1), schedule_batch(100), None, None])
+    assert {bool(getattr(row, BALLOT)) for row in rows} == {SUPPLIED}
+    rows = together(RANKS, [schedule_batch(1), schedule_batch(3), None, None])
+    assert {bool(getattr(row, BALLOT)) for row in rows} == {False}
+    verdict = RANKS[0].seen.verdicts[-1]
+    assert (verdict.replay, verdict.against) == (False, reasons.PADDING)
 
 
 def test_later_readers_of_the_rows_see_the_host_s_own_values() -> None:

@@ -14,6 +14,7 @@ from sglang_bcg_dsa.config import Config
 from sglang_bcg_dsa.hooks.explain import STATE_KEY, ExplainFeature
 from sglang_bcg_dsa.hooks.manager import add, build_manager
 from sglang_bcg_dsa.ledger import Ledger
+from sglang_bcg_dsa.predicate import RunnerFacts
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Captured, Forward
 from sglang_bcg_dsa.seams import examine
@@ -54,7 +55,7 @@ def test_noes_are_counted_by_rank_and_reason() -> None:
     ledger = Ledger(ReasonTable())
     votes = [Vote(0, 5, True, True, 0), Vote(1, 5, True, False, reasons.PREFIX | reasons.PADDING)]
     for _ in range(3):
-        ledger.count_verdict(tally(1, votes, (16,)))
+        ledger.count_verdict(tally(1, votes, RunnerFacts((16,))))
     assert ledger.snapshot()["votes_no"] == [
         {"rank": 1, "reason": "padding", "votes": 3},
         {"rank": 1, "reason": "prefix", "votes": 3},

@@ -13,7 +13,8 @@ from tests.conftest import PACKAGE, ROOT
 LEVELS: list[set[str]] = [
     {"errors", "source"},
     {"environment", "buckets", "reasons", "config", "exchange", "progress", "breaks", "metadata", "traffic"},
-    {"predicate", "vote", "seams", "rollcall", "engine", "stopping"},
+    {"predicate", "seams", "rollcall", "engine", "stopping"},
+    {"vote"},
     {"records", "installer", "hostfacts"},
     {"hooks", "backends"},
     {"features", "flags", "ledger"},

@@ -156,7 +156,7 @@ def votes(draw: st.DrawFn) -> list[vote.Vote]:
 @given(votes(), st.randoms(use_true_random=False))
 def test_every_rank_reaches_the_same_verdict(gathered: list[vote.Vote], random_source: object) -> None:
     """Gathered rows are the same on all ranks; so is what each makes of them, whatever its own vote."""
-    verdicts = {vote.tally(1, gathered, LADDER) for _ in gathered}
+    verdicts = {vote.tally(1, gathered, RUNNER) for _ in gathered}
     assert len(verdicts) == 1
     verdict = verdicts.pop()
     assert verdict.replay == all(v.yes for v in gathered)
@@ -167,14 +167,14 @@ def test_every_rank_reaches_the_same_verdict(gathered: list[vote.Vote], random_s
 def test_ranks_of_different_sizes_share_one_bucket() -> None:
     """7 and 100 tokens replay the bucket of 100 on both ranks (S#37561: 8 against 256 hung)."""
     gathered = [vote.Vote(0, 7, True, True, 0), vote.Vote(1, 100, True, True, 0)]
-    assert vote.tally(1, gathered, LADDER).bucket == 128
+    assert vote.tally(1, gathered, RUNNER).bucket == 128
 
 
 def test_an_idle_rank_does_not_veto_and_does_not_decide() -> None:
     """Field report 5.1: [15, 0, 0, 0]: the group replays bucket 16; nobody prefills: nothing is decided."""
     idle = [vote.Vote(rank, 0, False, True, 0) for rank in range(4)]
-    assert vote.tally(1, [vote.Vote(0, 15, True, True, 0), *idle[1:]], LADDER)[1:4] == (True, True, 16)
-    assert vote.tally(1, idle, LADDER)[1:4] == (True, False, None)
+    assert vote.tally(1, [vote.Vote(0, 15, True, True, 0), *idle[1:]], RUNNER)[1:4] == (True, True, 16)
+    assert vote.tally(1, idle, RUNNER)[1:4] == (True, False, None)
 
 
 def test_two_ranks_two_reasons() -> None:
@@ -182,16 +182,41 @@ def test_two_ranks_two_reasons() -> None:
     gathered = [vote.Vote(rank, 16, True, True, 0) for rank in range(8)]
     gathered[2] = vote.Vote(2, 16, True, False, reasons.HIDDEN_MODE)
     gathered[5] = vote.Vote(5, 5, True, False, reasons.PADDING)
-    verdict = vote.tally(9, gathered, LADDER)
+    verdict = vote.tally(9, gathered, RUNNER)
     line = vote.describe(verdict, ReasonTable())
     assert not verdict.replay
     assert "rank 2 no (hidden_mode), 16 tokens" in line
     assert "rank 5 no (padding), 5 tokens" in line
 
 
+@given(votes(), st.integers(0, 64), st.integers(1, 3))
+def test_padding_is_the_group_s_where_all_pad_to_the_largest(gathered: list[vote.Vote], free: int, factor: int) -> None:
+    """A 1-token rank beside a 100-token one costs nothing more; two small ranks in a large bucket do."""
+    runner = RunnerFacts(LADDER, padding_factor=factor, padding_free=free, pads_to_group=True)
+    verdict, alone = vote.tally(1, gathered, runner), vote.tally(1, gathered, RunnerFacts(LADDER))
+    most = max(v.tokens for v in gathered)
+    wasteful = alone.bucket is not None and alone.bucket > max(free, most * factor)
+    assert verdict.replay == (alone.replay and not wasteful)
+    assert verdict.group_against == (reasons.PADDING if wasteful else 0)
+    assert (verdict.against == 0) == verdict.replay
+    if alone.replay and alone.bucket is not None and most:
+        forward = reasons_against(BatchFacts(1, most), runner)
+        assert (forward == 0) == verdict.replay, "the forward-time check of the group's bucket says the same"
+
+
+def test_small_buckets_are_never_too_much() -> None:
+    """S#40253: 5 tokens on [4, 16] are cheaper replayed than eager; 3208 on [2816, 3072, 8192] are not (S#31487)."""
+    assert not RunnerFacts((4, 16), padding_free=256).pads_too_much(5)
+    assert RunnerFacts((4, 16)).pads_too_much(5)
+    large = RunnerFacts((2816, 3072, 8192), padding_free=256)
+    assert large.pads_too_much(3208)
+    assert not large.pads_too_much(2700)
+    assert not large.pads_too_much(9000), "above the ladder is another reason"
+
+
 def test_alignment_decides_the_bucket_as_the_host_pads() -> None:
     """Attention TP 4 pads 30 tokens to 32 before a bucket is chosen; 33 to 36."""
-    assert vote.tally(1, [vote.Vote(0, 33, True, True, 0)], (33, 64), 4).bucket == 64
+    assert vote.tally(1, [vote.Vote(0, 33, True, True, 0)], RunnerFacts((33, 64)), 4).bucket == 64
 
 
 # ---------------------------------------------------------------------- reasons

@@ -130,6 +130,8 @@ class VoteFeature:
             return 0 if host_yes else self._unexplained()
         facts = hostfacts.of_schedule_batch(batch, info.num_tokens, self._alignment, self.runner, convertible=host_yes)
         against = reasons_against(facts, self.runner) | self._late
+        if self.runner is not None and self.runner.pads_to_group:
+            against &= ~reasons.PADDING
         if facts.prefill and self._vetoed:
             against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), batch))
         return against or (0 if host_yes else self._unexplained())
@@ -146,8 +148,10 @@ class VoteFeature:
                 f"the vote of step {self.step.number} had {len(votes)} participants, but there are {self._ranks} DP "
                 "ranks: it went over the wrong process group"
             )
-        ladder = self.runner.ladder if self.runner is not None else ()
-        verdict = vote.tally(self.step.number, votes, ladder, self._alignment)
+        verdict = vote.tally(self.step.number, votes, self.runner, self._alignment)
+        if verdict.group_against:
+            # Every rank finds the same in the same rows; the host, which did not look, is told.
+            setattr(info, self._ballot, False)
         if verdict.against:
             # The reasons were ours to read; later readers of the rows expect 0 or 1.
             rows[:, prefill].clamp_(max=1)
