@@ -2,9 +2,10 @@
 
 Contract: idempotent. Order: configuration, seams, plugins, features; only when all of it is sound
 are seams wrapped. Anything that is not sound is a :class:`StartupError`, which SGLang cannot
-swallow. Which seams are wrapped depends on what the process does: a process that runs a
-scheduler has imported SGLang's scheduler before it loads plugins (it was spawned to run it); a
-process that has not pays for no wraps it will never use.
+swallow. The resolution of arguments is wrapped everywhere: any process may build an engine. The
+rest depends on what the process does: one that runs a scheduler has imported SGLang's scheduler
+before it loads plugins (it was spawned to run it); one that has not pays for no wraps it will
+never use.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sglang_bcg_dsa.hooks.audit import AuditFeature
 from sglang_bcg_dsa.hooks.explain import ExplainFeature
 from sglang_bcg_dsa.hooks.manager import build_manager, declared_reasons
 from sglang_bcg_dsa.hooks.moe import MoeFeature
+from sglang_bcg_dsa.hooks.rules import RulesFeature
 from sglang_bcg_dsa.hooks.vote import VoteFeature
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.progress import Progress
@@ -81,6 +83,7 @@ def plan(config: Config) -> Plan:
         VoteFeature(hooks, progress, rolls),
         ExplainFeature(hooks, states),
         AuditFeature(progress, rolls, states),
+        RulesFeature(states),
     )
     for plugin in builtin:
         manager.register(plugin, plugin.name)
@@ -109,8 +112,9 @@ def activate() -> None:
         return
     ready = plan(load(environment.config_path()))
     check(ready)
+    installer = Installer(ready.seams)
+    ready.manager.hook.bcg_install_arguments(config=ready.config, seams=ready.seams, installer=installer)
     if _SCHEDULER in sys.modules:
-        installer = Installer(ready.seams)
         ready.manager.hook.bcg_install(
             config=ready.config, seams=ready.seams, reasons=ready.reasons, installer=installer
         )

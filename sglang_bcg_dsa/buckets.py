@@ -6,6 +6,7 @@ function here is total on valid input and raises ValueError, with the offending 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -42,12 +43,37 @@ def align_up(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
+def align_down(tokens: int, multiple: int) -> int:
+    """The largest multiple of ``multiple`` that is not above ``tokens``."""
+    if multiple < 1:
+        raise ValueError(f"cannot align to {multiple}; expected at least 1")
+    return tokens // multiple * multiple
+
+
+DEEPEP_MULTIPLE = 8
+"""DeepEP's dispatch can hang on prefill buckets that are no multiple of it (SGLang's own note)."""
+
+
+def deepep_multiple(attention_tp: int) -> int:
+    """What prefill buckets must be a multiple of with DeepEP.
+
+    A bucket counts the tokens of one attention-TP group; each of its ``attention_tp`` ranks
+    dispatches an equal share, so the bucket must also divide by their number.
+    """
+    return math.lcm(DEEPEP_MULTIPLE, attention_tp)
+
+
 def aligned(sizes: Sequence[int], multiple: int) -> Ladder:
     """The ladder with every bucket rounded up to a multiple, duplicates merged.
 
     Rounding up never shrinks the ceiling, so a batch that fitted the ladder still fits.
     """
     return tuple(sorted({align_up(size, multiple) for size in sizes}))
+
+
+def fitted(sizes: Sequence[int], multiple: int, ceiling: int) -> Ladder:
+    """The aligned ladder with what is above ``ceiling``, itself a multiple, brought down to it."""
+    return tuple(sorted({min(size, ceiling) for size in aligned(sizes, multiple)}))
 
 
 def bucket_for(tokens: int, sizes: Sequence[int]) -> int | None:

@@ -15,6 +15,7 @@ ASKED = "SGLANG_BCG_DSA"
 CONFIG = "SGLANG_BCG_DSA_CONFIG"
 FAULT = "SGLANG_BCG_DSA_FAULT"
 HOST_PLUGINS = "SGLANG_PLUGINS"
+HOST_GRAPH_MEMORY_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 HOST_SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -46,6 +47,11 @@ def host_plugin_allowlist() -> frozenset[str] | None:
 def skips_vote() -> bool:
     """Whether SGLang was told not to gather the ranks' votes."""
     return os.environ.get(HOST_SKIP_ALL_GATHER, "").strip().lower() in _TRUE
+
+
+def saves_graph_memory() -> bool:
+    """Whether SGLang's memory saver, if it is on, is to manage the memory of CUDA graphs too."""
+    return os.environ.get(HOST_GRAPH_MEMORY_SAVER, "").strip().lower() in _TRUE
 
 
 def fault() -> str:

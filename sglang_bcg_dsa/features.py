@@ -1,8 +1,7 @@
 """Which features run on this host: configuration, seams and plugins put together.
 
-Contract: pure; imports neither torch nor the host. A feature that was demanded
-(``enabled = true``) and cannot run is ``refused``; one left to "auto" that no plugin supplies is
-``native``.
+Contract: pure; imports neither torch nor the host. Each table of the configuration is a feature
+that a builtin plugin offers; one whose seams do not fit is ``refused``, demanded or not.
 """
 
 from __future__ import annotations
@@ -34,17 +33,11 @@ def decide(config: Config, seams: SeamSet, manager: pluggy.PluginManager) -> tup
 
 
 def _state(config: Config, seams: SeamSet, name: str, offers: Mapping[str, Feature]) -> Feature:
-    asked = config.enabled(name)
-    if asked is False:
+    if config.enabled(name) is False:
         return Feature(name, State.OFF, f"[{name}] enabled = false")
     if missing := seams.missing([name, *_SHARED.get(name, ())]):
         return Feature(name, State.REFUSED, f"{len(missing)} seams do not fit this SGLang")
-    offer = offers.get(name)
-    if offer is not None:
-        return offer
-    if asked is True:
-        return Feature(name, State.REFUSED, f"[{name}] enabled = true, but this release of the plugin does not supply it")
-    return Feature(name, State.NATIVE, "left to SGLang by this release of the plugin")
+    return offers[name]
 
 
 def require(features: Sequence[Feature], seams: SeamSet, host: str) -> None:

@@ -24,7 +24,28 @@ _BCG = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
 _MOE = "sglang.srt.layers.moe.ep_moe.layer"
 _ATTENTION = "sglang.srt.layers.attention"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:DeepseekMLAForwardMixin"
+_ARGS = "sglang.srt.server_args:ServerArgs"
+_GROUPS = "sglang.srt.arg_groups"
+_GRAPHS = f"{_GROUPS}.cuda_graph_hook"
+_CONFIG = "sglang.srt.model_executor.cuda_graph_config"
+_SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+_MODEL = "sglang.srt.configs.model_config"
 _ALL = "0.5.16, 0.5.23"
+
+_FIELDS = {
+    "exec_:ExecGraph": (
+        "cuda_graph_config", "cuda_graph_backend_prefill", "cuda_graph_bs_prefill", "cuda_graph_max_bs_prefill",
+        "disable_cuda_graph", "disable_prefill_cuda_graph",
+    ),
+    "exec_:ExecFeatures": ("enable_memory_saver",),
+    "exec_:ExecMoe": ("moe_a2a_backend", "deepep_mode"),
+    "exec_:ExecOverlap": ("enable_two_batch_overlap", "enable_single_batch_overlap"),
+    "parallel:Parallel": ("tp_size", "pp_size", "dcp_size", "attn_cp_size", "enable_prefill_cp"),
+    "lora:Lora": ("enable_lora", "lora_paths"),
+    "schedule:Schedule": ("max_total_tokens",),
+    "disagg:Disagg": ("disaggregation_mode",),
+}  # fmt: skip
+"""Arguments the rules read, by the class that declares them from 0.5.20 on; before, ServerArgs does."""
 
 
 class Kind(enum.Enum):
@@ -294,6 +315,75 @@ SEAMS: tuple[Seam, ...] = (
          "the parts of a replay are timed", ("self",)),
         ("bench.weights", Kind.HOOK, "sglang.srt.model_loader.weight_utils:initialize_dummy_weights",
          "dummy weights that do not vanish", ("model",)),
+    ),
+    *_rows(
+        "rules",
+        "SGLang's own rules fit these models, name their cause, and hold for a backend that the user chose",
+        ("rules.resolve", Kind.HOOK, f"{_GROUPS}.pipeline:run_resolution_pipeline",
+         "the whole resolution: what it left is settled, checked and reported", ("server_args",), "0.5.23"),
+        ("rules.resolve", Kind.HOOK, f"{_ARGS}.__post_init__",
+         "the whole resolution: what it left is settled, checked and reported", ("self",), "0.5.16"),
+        ("rules.judge", Kind.HOOK, f"{_GRAPHS}:disable_breakable_cudagraph_if_incompatible",
+         "the host's rules for breakable graphs by default", ("server_args",), "0.5.23"),
+        ("rules.judge", Kind.HOOK, f"{_ARGS}._disable_breakable_cudagraph_if_incompatible",
+         "the host's rules for breakable graphs by default", ("self",), "0.5.16"),
+        ("rules.a2a", Kind.HOOK, f"{_GROUPS}.moe_hook:handle_a2a_moe",
+         "switches prefill graphs off for DeepEP's normal mode, in which the break runs anyway",
+         ("server_args",), "0.5.23"),
+        ("rules.a2a", Kind.HOOK, f"{_ARGS}._handle_a2a_moe",
+         "switches prefill graphs off for DeepEP's normal mode, in which the break runs anyway", ("self",), "0.5.16"),
+        ("rules.align", Kind.HOOK, f"{_GRAPHS}:apply_deepep_adjustments",
+         "aligns buckets too early, and caps the ladder by accident: done at the end instead",
+         ("server_args",), "0.5.23", True),
+        ("rules.align", Kind.HOOK, f"{_ARGS}._apply_deepep_adjustments",
+         "aligns buckets too early: done at the end instead", ("self",), "0.5.17", True),
+        ("rules.reserve", Kind.HOOK, f"{_ARGS}.reserve_for_graph_mb",
+         "memory set aside for graphs, to which DeepEP's break is added", ("self",), "0.5.16", True),
+        ("rules.memory", Kind.HOOK, f"{_SETUP}:should_skip_auto_prefill_cuda_graph_for_memory",
+         "whether this rank has too little memory to capture: all ranks must decide alike",
+         ("available_memory_gb", "cuda_graph_config_locked"), "0.5.16", True),
+        ("rules.view", Kind.CALL, f"{_GROUPS}.model_override_base:resolved_view",
+         "arguments as resolved so far", ("server_args",), "0.5.23"),
+        ("rules.view", Kind.CALL, f"{_GROUPS}.overrides:resolved_view",
+         "arguments as resolved so far", ("server_args",), "0.5.16"),
+        ("rules.declare", Kind.HOOK, f"{_GROUPS}.overrides:declare_resolution",
+         "the one way to write a resolved argument, and who switched graphs off",
+         ("server_args", "source"), "0.5.23", True),
+        ("rules.with_phase", Kind.CALL, f"{_CONFIG}:with_phase",
+         "a graph configuration with one phase changed", ("config", "phase"), "0.5.23", True),
+        *(
+            (f"rules.phase.{name}", Kind.ATTRIBUTE, f"{_CONFIG}:PhaseConfig.{name}", "what is decided about prefill graphs")
+            for name in ("backend", "bs", "max_bs")
+        ),
+        *(
+            (f"rules.arg.{name}", Kind.ATTRIBUTE, f"{_GROUPS}.fields.{owner}.{name}", "a fact of the rules", (), "0.5.23")
+            for owner, names in _FIELDS.items()
+            for name in names
+        ),
+        *(
+            (f"rules.arg.{name}", Kind.ATTRIBUTE, f"{_ARGS}.{name}", "a fact of the rules", (), "0.5.16")
+            for names in _FIELDS.values()
+            for name in names
+        ),
+        ("rules.attention_dp", Kind.ATTRIBUTE, f"{_GROUPS}.fields.parallel:Parallel.attn_dp_size",
+         "how many DP attention ranks", (), "0.5.23", True),
+        ("rules.dp", Kind.ATTRIBUTE, f"{_ARGS}.dp_size", "DP attention ranks, if it is enabled", (), "0.5.16", True),
+        ("rules.dp_attention", Kind.ATTRIBUTE, f"{_ARGS}.enable_dp_attention",
+         "whether DP ranks share the model", (), "0.5.16", True),
+        ("rules.model", Kind.CALL, f"{_GROUPS}.model_override_base:model_config_of",
+         "the model's configuration", ("server_args",), "0.5.23"),
+        ("rules.model", Kind.CALL, f"{_ARGS}.get_model_config", "the model's configuration", (), "0.5.16"),
+        ("rules.is_dsa", Kind.CALL, f"{_MODEL}:is_deepseek_dsa", "whether the rules speak for the model", ("config",)),
+        ("rules.architectures", Kind.VALUE, f"{_MODEL}:AttentionArch", "whether the model has latent attention"),
+        *(
+            (f"rules.model.{name}", Kind.ATTRIBUTE, f"{_MODEL}:ModelConfig.{name}", "a fact of the rules")
+            for name in ("hf_config", "attention_arch", "is_multimodal", "context_len", "hidden_size",
+                         "is_multimodal_breakable_cuda_graph_supported")
+        ),
+        ("rules.cp", Kind.CALL, "sglang.srt.layers.cp.bcg:supports_prefill_cp_bcg",
+         "whether the host's graphs support this split of prefills", ("server_args",), "0.5.23", True),
+        ("rules.pipeline", Kind.ATTRIBUTE, f"{_RUNNER}._capture_pp_proxy_tensors",
+         "the host captures with the tensors of the stage before", (), "0.5.23", True),
     ),
     *_rows(
         "parallel",

@@ -7,6 +7,7 @@ SystemExit, or a thread, would leave the others waiting. These two do what the s
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse(message: str) -> StartupError:
-    """Announce that this rank cannot start and tell the launching process; raise the result."""
+    """Announce that this process cannot start and, on a rank, tell the launching process; raise the result."""
     error = StartupError(message)
     logger.critical("%s", error)
     error.announce()
@@ -34,4 +35,6 @@ def bring_down() -> None:
 
 
 def _tell_parent() -> None:
+    if multiprocessing.parent_process() is None:
+        return  # the launching process itself: its parent is a shell
     os.kill(os.getppid(), signal.SIGQUIT)

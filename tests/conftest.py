@@ -23,11 +23,12 @@ for name in [n for n in os.environ if n.startswith("SGLANG_BCG_DSA")]:
 
 def import_host() -> None:
     """Import the host once, with its own and its libraries' warnings: those are not this suite's."""
-    from sglang_bcg_dsa.seams import SEAMS
+    from sglang_bcg_dsa.seams import SEAMS, examine
 
+    fitting = examine()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in sorted({seam.module for seam in SEAMS}):
+        for module in sorted({fitting[seam.key].module for seam in SEAMS if seam.key in fitting}):
             importlib.import_module(module)
 
 

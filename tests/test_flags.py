@@ -127,9 +127,11 @@ _ATTRIBUTES = """
 import json, multiprocessing, sys, warnings
 warnings.simplefilter("ignore")
 import importlib
-from sglang_bcg_dsa.seams import SEAMS, resolve_owner
+from sglang_bcg_dsa.seams import SEAMS, examine, resolve_owner
+fitting = examine()
 for seam in SEAMS:
-    importlib.import_module(seam.module)
+    if seam.key in fitting:
+        importlib.import_module(fitting[seam.key].module)
 
 def survey():
     found = {}

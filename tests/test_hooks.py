@@ -25,7 +25,7 @@ SPECS = {n: f for n, f in vars(specs).items() if n.startswith(PREFIX)}
 def test_our_features_are_plugins_of_the_same_specs() -> None:
     """Builtin features have no door of their own: each is registered, and answers bcg_feature."""
     manager = plan(Config()).manager
-    assert {"vote", "explain", "audit"} <= {name for name, _ in manager.list_name_plugin()}
+    assert {"vote", "explain", "audit", "rules"} <= {name for name, _ in manager.list_name_plugin()}
     for name in ("vote", "explain", "audit"):
         plugin = manager.get_plugin(name)
         assert {"bcg_feature", "bcg_install"} <= {c.name for c in manager.get_hookcallers(plugin) or ()}
@@ -146,18 +146,16 @@ def test_an_installed_plugin_that_is_wrong_stops_the_start(tmp_path: Path, zygot
 @pytest.mark.parametrize("asked", [True, False, "auto"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_can_be_demanded_switched_off_or_left(feature: str, asked: bool | str) -> None:
-    """``enabled`` decides; what this release does not supply is refused when demanded, native when left."""
+    """``enabled = false`` switches off; what SGLang has itself is left to it; all else is active."""
     table = msgspec.structs.replace(getattr(Config(), feature), enabled=asked)
     ready = plan(msgspec.structs.replace(Config(), **{feature: table}))
     decided = {f.name: f for f in ready.features}[feature]
     if asked is False:
         assert decided.state.value == "off"
-    elif feature == "moe":
-        assert decided.state.value == ("native" if "moe.native" in ready.seams else "supplied")
-    elif feature in ("vote", "explain", "audit"):
-        assert decided.active
+    elif feature in ("attention", "moe"):
+        assert decided.state.value == ("native" if f"{feature}.native" in ready.seams else "supplied")
     else:
-        assert decided.state.value == ("refused" if asked is True else "native")
+        assert decided.active
 
 
 def test_doctor_shows_plugins_with_their_hooks(tmp_path: Path, fresh: Run) -> None:

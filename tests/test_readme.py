@@ -16,6 +16,7 @@ from sglang_bcg_dsa.hooks.manager import add, build_manager
 from sglang_bcg_dsa.predicate import BatchFacts
 from sglang_bcg_dsa.reasons import NAMES, meaning
 from sglang_bcg_dsa.records import BatchView
+from sglang_bcg_dsa.rules import RULES
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -29,6 +30,14 @@ def test_every_reason_is_explained() -> None:
     """An operator who reads a reason in the log finds it here, in the same words as in the program."""
     for name in NAMES:
         assert f"| `{name}` | {meaning(name)} |" in README
+
+
+def test_every_rule_is_explained() -> None:
+    """Name, cause, why and cure stand here in the same words as in the message."""
+    for rule in RULES:
+        assert f"| `{rule.name}` | {rule.cause} | {rule.why} | {rule.cure} |" in README
+    table = README.partition("### Rules")[2].partition("\n\nFrom 0.5.17")[0]
+    assert table.count("\n| `") == len(RULES), "no rule that is gone"
 
 
 def test_the_settings_shown_are_the_defaults() -> None:

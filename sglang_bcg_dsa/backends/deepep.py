@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from sglang_bcg_dsa.breaks import Break, replaying
+from sglang_bcg_dsa.buckets import deepep_multiple
 from sglang_bcg_dsa.engine import current_capture, in_breakable_region
 from sglang_bcg_dsa.errors import CaptureError
 from sglang_bcg_dsa.exchange import Store
@@ -68,10 +69,6 @@ def with_break(
     return DeepEPMoE
 
 
-BUCKET_MULTIPLE = 8
-"""DeepEP's dispatch can hang on prefill buckets that are no multiple of it (SGLang's own note)."""
-
-
 def refusals(
     overlap: Callable[[], bool], attention_tp: Callable[[], int], server_args: Callable[[], Any]
 ) -> Callable[[int, Any], str | None]:
@@ -104,11 +101,12 @@ def refusals(
                 "elastic expert parallelism replaces the map of experts when ranks join, and captured graphs would go "
                 "on with the old one. Drop --elastic-ep-backend, or pass --disable-prefill-cuda-graph"
             )
-        bucket = tokens * attention_tp()
-        if bucket % BUCKET_MULTIPLE:
+        ranks = attention_tp()
+        bucket, multiple = tokens * ranks, deepep_multiple(ranks)
+        if bucket % multiple:
             return (
-                f"prefill bucket {bucket} is no multiple of {BUCKET_MULTIPLE}, on which DeepEP can hang. Pass "
-                f"--cuda-graph-bs-prefill with multiples of {BUCKET_MULTIPLE}"
+                f"prefill bucket {bucket} is no multiple of {multiple}, on which DeepEP can hang. Pass "
+                f"--cuda-graph-bs-prefill with multiples of {multiple}"
             )
         return None
 

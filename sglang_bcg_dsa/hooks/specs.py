@@ -40,6 +40,14 @@ def bcg_reasons() -> Iterable[str] | None:
 
 
 @hookspec
+def bcg_install_arguments(config: Config, seams: SeamSet, installer: Installer) -> None:
+    """In every process, before SGLang resolves its arguments: wrap seams of that resolution.
+
+    Children get the resolved arguments from the launching process and resolve nothing.
+    """
+
+
+@hookspec
 def bcg_install(config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
     """In processes that run a model, before SGLang applies hooks: wrap seams of the table."""
 
