@@ -232,7 +232,7 @@ def comparison(outcome: Comparison) -> None:
             table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
     out.print(table)
     if outcome.coverage is not None:
-        out.print(f"\nCoverage inside the ladder: {100 * outcome.coverage:.1f} %. Seconds: {outcome.seconds}")
+        out.print(f"\nCoverage of the prefills that graphs could serve: {100 * outcome.coverage:.1f} %. Seconds: {outcome.seconds}")
     for problem in outcome.problems:
         out.print(Text(problem, style="red"))
     if not outcome.problems:

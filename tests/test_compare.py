@@ -1,0 +1,102 @@
+"""``compare``: the real server with the caller's own arguments; what it accepts and what it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_bcg_dsa.compare import Answer, Options, Outcome, differences, judge
+from sglang_bcg_dsa.testing import platform
+from sglang_bcg_dsa.testing.models import write_model
+from sglang_bcg_dsa.testing.server import ServerSpec
+
+Answers = dict[tuple[int, ...], Answer]
+
+
+def outcome(graphs: Answers, eager: Answers, again: Answers, replay: int = 19, outside: int = 3, other: int = 1) -> Outcome:
+    state = {"prefill": {"replay": replay, "eager": outside + other}, "reasons": {"above_ladder": outside, "padding": other}}
+    found = Outcome("SGLang", 1, (16,), len(eager), [state])
+    found.graphs, found.eager = differences(graphs, eager), differences(again, eager)
+    judge(found)
+    return found
+
+
+def answers(shift: float, tokens: int = 0) -> Answers:
+    """Twenty answers; the first ``tokens`` of them with another second token."""
+    return {(i,): ((1, 2 + (i < tokens)), (-1.0 + shift * i, -2.0)) for i in range(20)}
+
+
+def test_equal_answers_pass() -> None:
+    """Graphs equal to a deterministic eager server are accepted, with the coverage of what fits the ladder."""
+    found = outcome(answers(0), answers(0), answers(0))
+    assert found.problems == []
+    assert found.coverage == 0.95
+
+
+def test_a_difference_that_eager_does_not_show_is_a_problem() -> None:
+    """Invariant: graphs may differ only as far as eager differs from itself."""
+    assert "log-probabilities" in outcome(answers(0.01), answers(0), answers(0)).problems[0]
+    assert outcome(answers(0.01), answers(0), answers(0.008)).problems == []
+    assert outcome(answers(0.01), answers(0), answers(0.001)).problems
+    assert "other tokens" in outcome(answers(0, tokens=1), answers(0), answers(0)).problems[0]
+    assert outcome(answers(0, tokens=2), answers(0), answers(0, tokens=2)).problems == []
+
+
+def test_little_coverage_is_a_problem() -> None:
+    """Invariant: answers that no graph gave prove nothing."""
+    assert "coverage" in outcome(answers(0), answers(0), answers(0), replay=10).problems[0]
+    assert "coverage" in outcome(answers(0), answers(0), answers(0), replay=0, other=0).problems[0]
+
+
+def test_not_a_number_is_no_equality() -> None:
+    """A NaN on one side, or on both, is a difference."""
+    nan: Answers = {(1,): ((1,), (float("nan"),))}
+    assert differences(nan, nan).largest == float("inf")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 0)), min_size=1, max_size=4))
+def test_tokens_after_the_first_other_one_are_not_compared(pairs: list[tuple[int, float]]) -> None:
+    """Once a token differs, the next ones answer another prompt."""
+    one: Answers = {(0,): (tuple(t for t, _ in pairs), tuple(p for _, p in pairs))}
+    other: Answers = {(0,): ((9, *one[0,][0][1:]), (one[0,][1][0], *(p - 1 for p in one[0,][1][1:])))}
+    found = differences(one, other)
+    assert (found.tokens, found.largest) == (1, 0.0)
+
+
+@pytest.mark.parametrize("requests", [0, -1, 100_001])
+def test_bad_counts_are_refused(requests: int) -> None:
+    """Bad input gets one clear error."""
+    with pytest.raises(ValueError, match="--requests"):
+        Options(requests)
+
+
+def test_a_real_server_of_the_caller_s_arguments(tmp_path: Path) -> None:
+    """The command, end to end: here with the CPU platform chosen by the caller's environment."""
+    spec = ServerSpec(
+        write_model(tmp_path / "model", "moe"), tp=2, dp=2, dp_attention=True, chunked_prefill_size=256,
+        ladder=(16, 32, 64, 128), env={"TORCHDYNAMO_DISABLE": "1"},
+    )  # fmt: skip
+    metadata = tmp_path / "platform"
+    platform.write_distribution(metadata)
+    args = spec.command(0)[3:]
+    for flag, values in (("--host", 1), ("--port", 1), ("--skip-server-warmup", 0)):
+        at = args.index(flag)
+        del args[at : at + 1 + values]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_bcg_dsa.cli", "compare", "--json", "--requests", "8", "--keep", str(tmp_path / "k"),
+         "--", *args],
+        env=spec.environment(metadata, os.environ), capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert report["ranks"] == 2
+    assert report["ladder"] == [16, 32, 64, 128]
+    assert report["graphs"] == {"tokens": 0, "median": 0.0, "p90": 0.0, "largest": 0.0}
