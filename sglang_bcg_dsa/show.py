@@ -232,7 +232,8 @@ def comparison(outcome: Comparison) -> None:
             table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
     out.print(table)
     if outcome.coverage is not None:
-        out.print(f"\nCoverage of the prefills that graphs could serve: {100 * outcome.coverage:.1f} %. Seconds: {outcome.seconds}")
+        seconds = ", ".join(f"{name} {taken:.0f} s" for name, taken in outcome.seconds.items())
+        out.print(f"\nCoverage of the prefills that graphs could serve: {100 * outcome.coverage:.1f} % ({seconds})")
     for problem in outcome.problems:
         out.print(Text(problem, style="red"))
     if not outcome.problems:

@@ -44,6 +44,7 @@ class AttentionFeature:
         self._class: type | None = None
         self._told = False
         self._kept: list[Any] = []
+        self._parallel = resolve(seams["parallel"])
         register = resolve(seams["attention.register"])
         for name in _NAMES:
             register(name)(self.make_backend)
@@ -136,7 +137,7 @@ class AttentionFeature:
         registry = runner.buffer_registry
         if not registry.has_slot("num_token_non_padded"):
             return
-        parallel = resolve(self._seams["parallel"])()
+        parallel = self._parallel()
         real = 0 if _made_up(forward_batch) else forward_batch.num_token_non_padded_cpu
         share = len(result.input_ids) // parallel.attn_tp_size
         registry.get_slot("num_token_non_padded").buffer.fill_(local_tokens(real, share, parallel.attn_tp_rank))
