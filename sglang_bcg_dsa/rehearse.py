@@ -25,7 +25,7 @@ from sglang_bcg_dsa import environment, traffic
 from sglang_bcg_dsa.activate import host_name
 from sglang_bcg_dsa.hooks.explain import STATE_KEY
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
-from sglang_bcg_dsa.testing import deep_ep_folder, faults
+from sglang_bcg_dsa.testing import deep_ep_folder, dsa_folder, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
 from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
 
@@ -53,7 +53,7 @@ class Options:
 
     ranks: int = 2
     requests: int = 24
-    model: ModelKind = "mla"
+    model: ModelKind = "dsa"
     fault: str = ""
     host_only: bool = False
     deepep: bool = False
@@ -72,7 +72,7 @@ class Options:
         if self.fault and self.fault not in FAULTS:
             raise BadRequest(f"--fault {self.fault}: expected one of {', '.join(FAULTS)}")
         if self.deepep and self.model == "dense":
-            raise BadRequest("--deepep: the dense model has no experts; use --model mla or moe")
+            raise BadRequest("--deepep: the dense model has no experts; use --model dsa, mla or moe")
         if self.fault in faults.FAULTS and self.host_only:
             raise BadRequest(f"--fault {self.fault} needs the plugin; drop --host-only")
         if self.keep is not None:
@@ -184,6 +184,11 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
     if options.deepep:
         deep_ep_folder.write_distribution(workdir / "deep_ep")
         path += (workdir / "deep_ep",)
+    host_args: tuple[str, ...] = deep_ep_folder.SERVER_ARGS if options.deepep else ()
+    if options.model == "dsa":
+        path += (dsa_folder.write_distribution(workdir / "dsa"),)
+        host_args += dsa_folder.SERVER_ARGS
+        env |= dsa_folder.SERVER_ENV
     if graphs and not options.host_only:
         plugin_args = ("--plugins", "bcg_dsa")
         config = options.config
@@ -205,7 +210,7 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         # SGLang divides it by the number of DP ranks.
         chunked_prefill_size=CHUNK * options.ranks,
         fault=options.fault if graphs and options.fault in TAPE_FAULTS else "",
-        extra_args=(*plugin_args, *(deep_ep_folder.SERVER_ARGS if options.deepep else ())),
+        extra_args=(*plugin_args, *host_args),
         env=env,
         python_path=path,
     )
@@ -296,7 +301,10 @@ def _count_host_lines(log: str, done: Pass) -> None:
 def _causes(log: str) -> list[str]:
     """What ended a server: our own words in its log, each once; failing that, the end of the log."""
     ours = re.compile(r"(?:sglang-bcg-dsa|sglang_bcg_dsa\.testing): (.*)|^(rank \d.* gone)$")
-    routine = re.compile(r"^(on, |\d+ ranks agree|prefill graphs for|\d+ prefills in|none of the first)")
+    routine = re.compile(
+        r"^(on, |\d+ ranks agree|prefill graphs|prefill buckets|sparse attention is|\d+ MB set aside|--deepep-mode normal|"
+        r"\d+ prefills in|none of the first)"
+    )
     seen: dict[str, None] = {}
     for line in log.splitlines():
         found = ours.search(line)

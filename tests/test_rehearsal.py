@@ -88,7 +88,7 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
     """Experts' tokens cross ranks, prefixes, chunks and idle ranks occur; every answer equal bit for bit;
     a plugin's own reason is counted for the rank that gave it."""
     start = time.monotonic()
-    status, report, _ = rehearse("--deepep", "--requests", "24", path=third_party(tmp_path / "p"))
+    status, report, _ = rehearse("--model", "dsa", "--deepep", "--requests", "24", path=third_party(tmp_path / "p"))
     took = time.monotonic() - start
     assert status == 0, report["problems"]
     assert report["status"] == "equal"
@@ -159,7 +159,7 @@ def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
 @pytest.mark.parametrize("fault", REPLAY_FAULTS)
 def test_a_broken_replay_is_seen(fault: str) -> None:
     """The comparison can fail: a replay that loses a break, or a copy, gives other numbers."""
-    status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dense")
+    status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dsa")
     assert status == 1, report
     assert any("differ" in p or "tokens" in p for p in report["problems"])
 
@@ -171,7 +171,7 @@ def test_a_broken_replay_is_seen(fault: str) -> None:
         (("--ranks", "1"), "--ranks 1: expected 2 to 8"),
         (("--ranks", "65"), "--ranks 65: expected 2 to 8"),
         (("--requests", "0"), "--requests 0"),
-        (("--model", "gpt"), "--model gpt: expected one of dense, moe, mla"),
+        (("--model", "gpt"), "--model gpt: expected one of dense, moe, mla, dsa"),
         (("--fault", "fire"), "--fault fire: expected one of"),
         (("--fault", "die", "--host-only"), "needs the plugin"),
         (("--deepep", "--model", "dense"), "no experts"),

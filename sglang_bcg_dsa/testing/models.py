@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-ModelKind = Literal["dense", "moe", "mla"]
+ModelKind = Literal["dense", "moe", "mla", "dsa"]
 
 VOCABULARY = 2048
+INDEX_TOPK = 64
 
 _COMMON: dict[str, Any] = {
     "torch_dtype": "float32",
@@ -90,6 +91,17 @@ _OWN: dict[ModelKind, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+}
+
+# DeepSeek-V3.2's: the same with an indexer in each layer, which lets a token attend to 64 others.
+# What the host fixes stays as it is: keys of 128, pages of 64.
+_OWN["dsa"] = {
+    **_OWN["mla"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": INDEX_TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
 }
 
 

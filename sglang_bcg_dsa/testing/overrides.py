@@ -61,6 +61,15 @@ def _host(path: str) -> Any:
     return pkgutil.resolve_name(path)
 
 
+def has(path: str) -> bool:
+    """Whether the host has something of this name."""
+    try:
+        _host(path)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
 # --- what is needed where -----------------------------------------------------------------------
 
 
@@ -198,7 +207,7 @@ def _register_attention(settings: TapeSettings) -> None:
         from sglang_bcg_dsa.testing.attention import CpuAttentionBackend
 
         # Every scheduler builds its backend after all plugins were loaded and before any capture.
-        verify(settings)
+        verify(settings, OVERRIDES)
         return CpuAttentionBackend(model_runner)
 
     register_attention_backend(BACKEND)(make)
@@ -240,7 +249,8 @@ def _register_moe(_: TapeSettings) -> None:
 _libraries: list[Any] = []  # a registration lives as long as its library object
 
 
-def _add_kernel(operator: str, kernel: Callable[..., Any]) -> None:
+def add_kernel(operator: str, kernel: Callable[..., Any]) -> None:
+    """Register a CPU kernel for an operator, for as long as this process lives."""
     import torch
 
     namespace, name = operator.split("::")
@@ -263,11 +273,13 @@ def _lacks_cpu_kernel(operator: str) -> Callable[[], bool]:
     return needed
 
 
-def _python_op(name: str) -> Override:
+def python_op(name: str) -> Override:
+    """The row for a custom operator of the host's, registered by the time the row is applied."""
+
     def make(_: TapeSettings) -> None:
         from sglang_bcg_dsa.testing.kernels import on_cpu_too
 
-        _add_kernel(f"sglang::{name}", on_cpu_too(f"sglang::{name}"))
+        add_kernel(f"sglang::{name}", on_cpu_too(f"sglang::{name}"))
 
     return Override(
         target=f"sglang::{name}",
@@ -285,8 +297,8 @@ def _invariant(name: str) -> Override:
         from sglang_bcg_dsa.testing import kernels
 
         kernel = getattr(kernels, f"invariant_{name}")
-        _add_kernel(f"aten::{name}", kernel)
-        _add_kernel(f"aten::{name}.out", kernels.into_out(kernel))
+        add_kernel(f"aten::{name}", kernel)
+        add_kernel(f"aten::{name}.out", kernels.into_out(kernel))
 
     return Override(
         target=f"aten::{name}",
@@ -326,7 +338,7 @@ OVERRIDES: tuple[Override, ...] = (
         remove_when="the host's native experts are capturable",
     ),
     *(
-        _python_op(name)
+        python_op(name)
         for name in (
             "inplace_all_reduce",
             "outplace_all_reduce",
@@ -448,11 +460,11 @@ OVERRIDES: tuple[Override, ...] = (
 _originals: dict[str, object] = {}  # in a dict: HookRegistry rewrites module-level references
 
 
-def apply(settings: TapeSettings) -> None:
+def apply(settings: TapeSettings, rows: Sequence[Override]) -> None:
     """Make the registrations and register the hooks, which SGLang applies after all plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for row in OVERRIDES:
+    for row in rows:
         if not row.applies(settings):
             continue
         made = row.make(settings)
@@ -461,11 +473,11 @@ def apply(settings: TapeSettings) -> None:
             HookRegistry.register(row.target, made, HookType(row.kind))
 
 
-def verify(settings: TapeSettings) -> None:
+def verify(settings: TapeSettings, rows: Sequence[Override]) -> None:
     """``SystemExit`` naming each hook that is not in force in this process."""
     missing = [
         row
-        for row in OVERRIDES
+        for row in rows
         if row.is_hook
         and row.applies(settings)
         and (row.target not in _originals or _host(row.target) is _originals[row.target])

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang_bcg_dsa.testing import metadata_folder
+from sglang_bcg_dsa.testing import dsa_folder, metadata_folder
 from sglang_bcg_dsa.testing.settings import TapeSettings
 
 NAME = "bcg_tape_cpu"
@@ -45,13 +45,20 @@ def _register() -> None:
 
     settings = TapeSettings.from_env()
     _offer_attention_backend(overrides.BACKEND)
+    sparse = dsa_folder.is_on_the_path()
+    if sparse:
+        from sglang_bcg_dsa.testing import dsa_overrides
+
+        overrides.apply(settings, dsa_overrides.IN_EVERY_PROCESS)
     # The launching process only parses arguments; hooking there would import the model code for
     # nothing. A child has imported the scheduler already if it is to run one.
     if (
         multiprocessing.parent_process() is not None
         and "sglang.srt.managers.scheduler" in sys.modules
     ):
-        overrides.apply(settings)
+        overrides.apply(settings, overrides.OVERRIDES)
+        if sparse:
+            overrides.apply(settings, dsa_overrides.IN_SCHEDULERS)
         from sglang_bcg_dsa.testing import deep_ep_overrides
 
         if deep_ep_overrides.wanted():
@@ -109,21 +116,54 @@ def _platform_class() -> Any:
             class Pool(MLATokenToKVPool):  # type: ignore[misc]
                 """The host hands an out-of-tree pool one argument more than its own pool takes."""
 
-                def __init__(
-                    self, *args: Any, index_head_dim: int | None = None, **kwargs: Any
-                ) -> None:
-                    if index_head_dim is not None:
-                        raise NotImplementedError(
-                            "the CPU platform has no pool for a sparse indexer"
-                        )
+                def __init__(self, *args: Any, index_head_dim: None, **kwargs: Any) -> None:
                     super().__init__(*args, **kwargs)
 
             return Pool
 
-        def get_paged_allocator_cls(self) -> Any:
-            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+        def get_dsa_kv_pool_cls(self) -> Any:
+            from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-            return PagedTokenToKVPoolAllocator
+            return DSATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> Any:
+            import torch
+            from sglang.srt.mem_cache.allocator import (
+                PagedTokenToKVPoolAllocator,
+                alloc_extend_naive,
+            )
+
+            class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+                """The host's own takes slots with Triton; later hosts have this form as well."""
+
+                free_pages: Any
+
+                def alloc_extend(
+                    self,
+                    prefix_lens: Any,
+                    prefix_lens_cpu: Any,
+                    seq_lens: Any,
+                    seq_lens_cpu: Any,
+                    last_loc: Any,
+                    extend_num_tokens: int,
+                    num_new_pages: int | None = None,
+                ) -> Any:
+                    size = self.page_size
+                    used = int((-(-seq_lens // size) + -prefix_lens // size).sum())
+                    if used > len(self.free_pages):
+                        return None
+                    slots = last_loc.new_empty(extend_num_tokens, dtype=torch.int64)
+                    alloc_extend_naive(
+                        prefix_lens, seq_lens, last_loc, self.free_pages, slots, size, self.device
+                    )
+                    self.free_pages = self.free_pages[used:]
+                    return slots
+
+                def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
+                    before, count = seq_lens - 1, len(seq_lens)
+                    return self.alloc_extend(before, None, seq_lens, None, last_loc, count)
+
+            return Allocator
 
     return TapeCpuPlatformWithPools
 
