@@ -76,7 +76,7 @@ def run(options: Options, host_args: Sequence[str], timeout: float) -> dict[str,
         for rank in range(server_args.tp_size)
     ]
     measured: dict[str, Any] = {
-        "environment": environment(), "arguments": list(host_args), "options": vars(options), "split": [], "profile": [],
+        "environment": environment(), "arguments": list(host_args), "options": vars(options)
     }  # fmt: skip
     with _ended(ranks):
         for process in ranks:

@@ -29,7 +29,7 @@ from sglang_bcg_dsa.seams import SeamSet, examine, resolve
 DONE = "done"
 WARMUPS = 3
 """Unmeasured forwards before each block."""
-BLOCKS = 2
+BLOCKS = 4
 """How often eager and graphs take turns, so that a drifting clock shows in both."""
 _PROFILED = 40
 _VOCABULARY = 10_000

@@ -166,7 +166,7 @@ class Break:
     @property
     def name(self) -> str:
         """The body's name, or its class's where it is an object."""
-        return str(getattr(self._body, "__qualname__", type(self._body).__qualname__))
+        return str(getattr(self._body, "__name__", type(self._body).__name__))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --load-format dummy: seeded weights, which do not vanish in rounding (default), or SGLang's",
     )  # fmt: skip
     bench.add_argument("--timeout", type=float, default=1200.0, help="seconds for everything (default 1200)")
+    bench.add_argument("--show", type=Path, metavar="FILE", help="only show saved measurements; needs no GPU")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write the measurements there as JSON too")
     bench.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
     bench.set_defaults(run=_bench)
@@ -166,6 +167,11 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa import show
+
+    if args.show is not None:
+        measured = json.loads(args.show.read_text())
+        _print_json(measured) if args.json else show.bench(measured)
+        return OK
     from sglang_bcg_dsa.bench import BenchFailed, Options, run
 
     try:

@@ -2,9 +2,10 @@
 
 Contract: starts SGLang's own server with the caller's arguments, once with this plugin's graphs and
 once without prefill graphs, and sends both the same seeded traffic over HTTP. On a GPU an answer
-depends on what it was batched with, because kernels round by the row count. How much, the eager
-server itself shows: it gets the traffic twice, the second time regrouped. Graphs pass if they
-differ from eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
+depends on how many rows it was computed with, because kernels round by the row count, and a graph
+runs the rows of its bucket. How much that is, the eager server itself shows: it gets the traffic
+twice, the second time each request together with a short one. Graphs pass if they differ from
+eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
 prefills that graphs could serve, and nothing hangs. Whatever happens, no process is left behind.
 
 What it does not show: speed. See ``bench``.
@@ -13,6 +14,7 @@ What it does not show: speed. See ``bench``.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 import time
@@ -35,7 +37,8 @@ Answer = tuple[tuple[int, ...], tuple[float, ...]]
 MIN_COVERAGE = 0.95
 MARGIN = 1.5
 """Differences of two samples of one distribution: the larger may exceed the smaller by this factor."""
-NEW_TOKENS = 4
+NEW_TOKENS = 2
+"""One from the prefill, one from a decode that reads what the prefill stored."""
 _VOCABULARY = 2000
 """Token ids are drawn below it; every model has them."""
 _REQUEST_SECONDS = 300.0
@@ -127,13 +130,15 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
             with _timed(outcome, "graphs"), running_server(spec(*plugin), workdir, "graphs") as server:
                 waves = _look(outcome, server, options)
                 say(f"up with graphs: {outcome.ranks} ranks, ladder {outcome.ladder}; sending {options.requests} requests")
-                graphs = _send(server, waves, outcome.ranks, rotation=0)
+                graphs = _send(server, waves, outcome.ranks)
                 outcome.states = _states(server)
+            judge(outcome)
+            say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %; starting eager")
             with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
                 say("up eager; sending the same, twice")
-                eager = _send(server, waves, outcome.ranks, rotation=0)
+                eager = _send(server, waves, outcome.ranks)
                 server.flush_cache()
-                again = _send(server, waves[::-1], outcome.ranks, rotation=1)
+                again = _send(server, waves, outcome.ranks, company=_company(options.seed, outcome.ladder))
         except (ServerDied, OSError, RuntimeError) as error:
             outcome.problems.append(f"a server failed: {error}")
             return outcome
@@ -183,22 +188,37 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traf
     return traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, chunk, _VOCABULARY)
 
 
-def _send(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, *, rotation: int) -> dict[tuple[int, ...], Answer]:
-    """All waves, one after the other; answers by prompt. ``rotation`` sends requests to other ranks."""
+Company = Callable[[], tuple[int, ...]]
+"""A short prompt to be batched with another."""
+
+
+def _company(seed: int, ladder: Sequence[int]) -> Company:
+    source = random.Random(seed)
+    return lambda: tuple(source.randrange(5, _VOCABULARY) for _ in range(source.randint(1, max(1, ladder[0] // 4))))
+
+
+def _send(
+    server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, *, company: Company | None = None
+) -> dict[tuple[int, ...], Answer]:
+    """All waves, one after the other; answers by prompt. With ``company`` each request comes with another."""
     answers: dict[tuple[int, ...], Answer] = {}
-    number = rotation
+    number = 0
+
+    def one(prompt: tuple[int, ...], rank: int, other: tuple[int, ...] | None) -> Answer:
+        target = {"data_parallel_rank": rank} if ranks > 1 else {}
+        # One HTTP call, so that the scheduler has both before it makes a batch.
+        got = server.generate_batch(
+            [prompt] if other is None else [prompt, other], NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS, **target
+        )[0]
+        return tuple(got["output_ids"]), tuple(logprobs(got))
+
     with ThreadPoolExecutor(max_workers=4 * ranks) as pool:
         for wave in waves:
             pending = []
             for prompt in wave.prompts:
-                target = {"data_parallel_rank": number % ranks} if ranks > 1 else {}
+                pending.append((prompt, pool.submit(one, prompt, number % ranks, company() if company else None)))
                 number += 1
-                pending.append((prompt, pool.submit(
-                    server.generate, prompt, NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS, **target
-                )))  # fmt: skip
-            for prompt, answer in pending:
-                got = answer.result()
-                answers[prompt] = (tuple(got["output_ids"]), tuple(logprobs(got)))
+            answers.update((prompt, answer.result()) for prompt, answer in pending)
     return answers
 
 
@@ -216,7 +236,8 @@ def differences(one: Mapping[tuple[int, ...], Answer], other: Mapping[tuple[int,
 
 
 def judge(outcome: Outcome) -> None:
-    """Fill in coverage and problems."""
+    """Fill in coverage and problems, as far as there are answers."""
+    outcome.problems.clear()
     replay = sum(s["prefill"]["replay"] for s in outcome.states)
     eager = sum(s["prefill"]["eager"] for s in outcome.states)
     outside = sum(times for s in outcome.states for name, times in s["reasons"].items() if name in _OUTSIDE)

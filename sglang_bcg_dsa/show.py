@@ -188,13 +188,13 @@ def bench(measured: dict[str, Any]) -> None:
             cells.append(f"{row['ratio'][clock]:.2f}" if "ratio" in row else "-")
         table.add_row(*cells)
     out.print(table)
-    if measured["split"]:
+    if measured.get("split"):
         table = _table("\nWhere a replay's time goes, rank 0 (per replay)", "tokens", "part", "calls", "GPU ms", "CPU ms")
         for row in measured["split"]:
             for name, part in row["parts"].items():
                 table.add_row(str(row["tokens"]), name, f"{part['calls']:.0f}", f"{part['gpu_ms']:.2f}", f"{part['cpu_ms']:.2f}")
         out.print(table)
-    for row in measured["profile"]:
+    for row in measured.get("profile", ()):
         table = _table(f"\nPython in a replay of {row['tokens']} tokens, rank 0 (per replay, slowed by the profiler)",
                        "function", "calls", "own ms", "all ms")  # fmt: skip
         for part in row["functions"]:
@@ -227,7 +227,7 @@ def comparison(outcome: Comparison) -> None:
         table.add_row(f"DP{state['rank']['dp']}", str(state["prefill"]["replay"]), str(state["prefill"]["eager"]), why)
     out.print(table)
     table = _table("\nAnswers against eager", "round", "other tokens", "log-probabilities: median", "90 %", "largest")
-    for name, found in (("graphs", outcome.graphs), ("eager, regrouped", outcome.eager)):
+    for name, found in (("graphs", outcome.graphs), ("eager, in company", outcome.eager)):
         if found is not None:
             table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
     out.print(table)

@@ -100,6 +100,10 @@ class Rank:
         )  # fmt: skip
         return self.feature.on_decide(lambda r, fb: host, runner, batch)
 
+    def decide_with(self, runner: Any, batch: ForwardBatch) -> bool:
+        """The forward-time check with a runner of the host's own class."""
+        return self.feature.on_decide(lambda r, fb: True, runner, batch)
+
 
 def make_row(world: int, tokens: int, prefill: bool, yes: bool) -> Any:
     """The host's row as it fills it before the gather."""
@@ -522,3 +526,51 @@ def test_vote_and_reasons_cost_little() -> None:
     extra = median(with_us) - median(host_only)
     print(f"vote, reasons, check and record: {extra:.1f} us a step")
     assert extra < 30.0
+
+
+# ---------------------------------------------------------------------- against the host's own check
+
+forwards = st.fixed_dictionaries(
+    {
+        "run": st.integers(1, 140), "prefix": st.integers(0, 3), "logprob": st.booleans(), "embeds": st.booleans(),
+        "replaced": st.booleans(), "hidden": st.sampled_from(list(CaptureHiddenMode)), "agreed": st.booleans(),
+        "mode": st.sampled_from([ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY]),
+        "idle": st.booleans(),
+    }
+)  # fmt: skip
+
+
+@given(forwards, st.booleans())
+def test_our_check_is_the_host_s_but_for_what_we_lift(made: dict[str, Any], dsa: bool) -> None:
+    """The host's real ``can_run_graph`` on the same batch: stricter nowhere, laxer only for prefixes and small buckets."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    from sglang_bcg_dsa import hostfacts
+
+    if not SUPPLIED:
+        # The host has a predicate of its own, which every yes of ours has to pass as well.
+        assert Rank(0).feature._host_has_predicate
+        return
+    counts = [0, made["run"]] if made["idle"] else [made["run"]] * 2
+    batch = forward_batch(
+        made["run"], counts, made["agreed"], forward_mode=made["mode"], extend_prefix_lens_cpu=[made["prefix"]],
+        return_logprob=made["logprob"], input_embeds=torch.zeros(1) if made["embeds"] else None,
+        replace_embeds=torch.zeros(1) if made["replaced"] else None, capture_hidden_mode=made["hidden"],
+    )  # fmt: skip
+    runner = object.__new__(PrefillCudaGraphRunner)
+    runner.__dict__ |= {
+        "_is_full_backend": False, "prefill_backend_name": "breakable", "has_mha_companion_layers": True,
+        "capture_hidden_mode": CaptureHiddenMode.NULL, "capture_num_tokens": list(LADDER), "max_num_tokens": LADDER[-1],
+        "require_mlp_tp_gather": True,
+        "model_runner": SimpleNamespace(
+            is_draft_worker=False, spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            attn_backend=SimpleNamespace(replays_any_prefix=dsa),
+        ),
+    }  # fmt: skip
+    rank = Rank(0)
+    rank.feature.runner = facts = hostfacts.of_runner(runner, SEAMS)
+    ours, host = rank.decide_with(runner, batch), bool(PrefillCudaGraphRunner.can_run_graph(runner, batch))
+    lifted = (dsa and made["prefix"] > 0) or RunnerFacts(LADDER).pads_too_much(made["run"])
+    assert ours == host or (ours and lifted)
+    if ours and not host:
+        assert not facts.pads_too_much(made["run"])

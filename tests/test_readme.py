@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from typing import Any
@@ -80,3 +81,19 @@ def test_json_shown_is_json() -> None:
     """The sample of /server_info parses."""
     for block in blocks("json"):
         msgspec.json.decode(block)
+
+
+def test_the_table_of_speeds_is_what_was_measured() -> None:
+    """Every number of the speed table comes from the files in ``bench/``."""
+    files = {"plugin": "h200x2-sglang-0.5.16-plugin.json", "own": "h200x2-sglang-0.5.17-own.json"}
+    measured = {name: json.loads((ROOT / "bench" / file).read_text()) for name, file in files.items()}
+    assert measured["plugin"]["environment"]["sglang"] == "0.5.16"
+    assert measured["own"]["environment"]["sglang"] == "0.5.17"
+    rows = []
+    for ours, theirs in zip(measured["plugin"]["time"], measured["own"]["time"], strict=True):
+        eager, graphs = ours["eager"]["gpu_ms"]["median"], ours["graphs"]["gpu_ms"]["median"]
+        host = theirs["graphs"]["gpu_ms"]["median"]
+        cells = [str(ours["tokens"]), f"{eager:.1f} ms", f"{graphs:.1f} ms", f"{graphs / eager:.2f}", f"{host:.1f} ms"]
+        rows.append(f"| {' | '.join(cells)} | {graphs / host:.2f} |")
+    assert len(rows) == 5
+    assert [line for line in README.splitlines() if line in rows] == rows

@@ -189,6 +189,7 @@ class Resolved:
         cases |= {("ladder", name): [*dsa, *more, *EXPLICIT] for name, (more, _) in LADDERS.items()}
         cases |= {("off", name): [*dsa, *more] for name, more in OFF_BY.items()}
         cases["nothing", ""] = ["--model-path", "dummy"]
+        cases["decode", "breakable"] = [*dsa, *DEEPEP, "--cuda-graph-backend-decode", "breakable"]
         (folder / "off.toml").write_text("[vote]\nenabled = false\n[moe]\nenabled = false\n")
         switched = {(name, explicit): [*dsa, *more, *(EXPLICIT if explicit else [])]
                     for name, more in SWITCHED_OFF.items() for explicit in (False, True)}  # fmt: skip
@@ -300,6 +301,13 @@ def test_what_is_unsafe_is_off_by_default_and_an_error_on_demand(resolved: Resol
     assert chosen["kind"] == "RuleError"
     assert str(rule) in chosen["error"]
     assert resolved(name, True, column="host")["backend"] == "breakable", "SGLang alone lets it through"
+
+
+def test_breakable_decode_graphs_and_our_break_do_not_meet(resolved: Resolved) -> None:
+    """The break runs DeepEP's normal mode; a decode graph that holds it would dispatch in the wrong one."""
+    found = resolved("decode", "breakable")
+    assert OWN or (found["status"] == 2 and "--cuda-graph-backend-decode full" in found["error"]), found
+    assert not OWN or found["decode"] == "breakable"
 
 
 @pytest.mark.parametrize("name", SWITCHED_OFF)

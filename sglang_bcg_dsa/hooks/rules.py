@@ -168,6 +168,11 @@ class RulesFeature:
         if self._backend(server_args) == BREAKABLE:
             self._ladder(server_args, run)
         view = self._view(server_args)
+        if not self._host.own_break and config.decode.backend == BREAKABLE and view.moe_a2a_backend == "deepep":
+            raise RuleError(
+                "breakable decode graphs with DeepEP: the MoE break runs DeepEP's normal mode, decode needs its "
+                "low-latency one; use --cuda-graph-backend-decode full"
+            )
         phase = view.cuda_graph_config.prefill
         if phase.backend == DISABLED:
             decodes = "--disaggregation-mode decode" if view.disaggregation_mode == "decode" else ""
