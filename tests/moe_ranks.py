@@ -502,7 +502,7 @@ def install() -> None:
     from sglang_bcg_dsa.testing import deep_ep_overrides, overrides
     from sglang_bcg_dsa.testing.settings import TapeSettings
 
-    overrides.apply(TapeSettings(tape=True))
+    overrides.apply(TapeSettings(tape=True), overrides.OVERRIDES)
     deep_ep_overrides.register()
     seams = examine()
     installer = Installer(seams)
