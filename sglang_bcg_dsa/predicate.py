@@ -63,9 +63,12 @@ class RunnerFacts(NamedTuple):
     """Every rank of a group runs the bucket of the largest: padding is the group's, not the rank's."""
 
     def pads_too_much(self, tokens: int) -> bool:
-        """Whether the bucket of ``tokens`` is too large for them. False above the ladder, which is a reason of its own."""
+        """Whether the bucket of ``tokens`` is too large for them. False above the ladder, which is a reason of its own.
+
+        For nothing at all any bucket is: a rank with nothing to run does not replay.
+        """
         bucket = bucket_for(tokens, self.ladder)
-        return bucket is not None and bucket > max(self.padding_free, tokens * self.padding_factor)
+        return bucket is not None and (not tokens or bucket > max(self.padding_free, tokens * self.padding_factor))
 
 
 def reasons_against(batch: BatchFacts, runner: RunnerFacts | None) -> int:

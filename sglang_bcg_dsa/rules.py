@@ -55,6 +55,14 @@ class Arguments:
     """A multimodal model that SGLang does not list as validated."""
     memory_saver: bool = False
     """The memory saver is to manage graph memory too."""
+    eplb_lp: bool = False
+    """Experts are rebalanced, with linear programming to dispatch by."""
+    elastic: bool = False
+    """Expert-parallel ranks may join and leave."""
+    fp8_kv: bool = False
+    """A DSA model's KV cache is quantized."""
+    dsa_prefill: str = "flashmla_sparse"
+    """A DSA model's prefill implementation."""
     vote: bool = True
     """Feature ``vote`` is active."""
     moe: bool = True
@@ -98,6 +106,21 @@ RULES: tuple[Rule, ...] = (
          "keep prefills eager with `--disable-prefill-cuda-graph`", lambda a: a.multimodal),
     Rule("memory_saver", "`SGLANG_MEMORY_SAVER_CUDA_GRAPH`", "SGLang's breakable graphs refuse it when they capture",
          "unset it, or keep prefills eager with `--disable-prefill-cuda-graph`", lambda a: a.memory_saver),
+    Rule("eplb_lp", "`--enable-eplb`, `--ep-dispatch-algorithm lp`",
+         "rebalancing replaces the solvers that captured graphs hold, and tokens would go to the wrong experts",
+         "use `--ep-dispatch-algorithm static` or `dynamic`, or `--disable-prefill-cuda-graph`",
+         lambda a: a.eplb_lp and not a.host.own_break),
+    Rule("elastic", "`--elastic-ep-backend`",
+         "the map of experts is replaced when ranks join, and captured graphs hold the old one", _EAGER,
+         lambda a: a.elastic and not a.host.own_break),
+    # SGLang pads the lengths of a batch to the group's largest, and cuts its rows to the real ones; kernels
+    # that take a length for each row refuse that. flashmla_sparse takes none.
+    Rule("kv_cache", "`--kv-cache-dtype`",
+         "attention over a quantized cache gets a length for each padded row, but only real rows",
+         "use `--kv-cache-dtype bfloat16`, or `--disable-prefill-cuda-graph`", lambda a: a.fp8_kv and not a.host.own_break),
+    Rule("dsa_prefill", "`--dsa-prefill-backend`", "this attention gets a length for each padded row, but only real rows",
+         "use `--dsa-prefill-backend flashmla_sparse`, or `--disable-prefill-cuda-graph`",
+         lambda a: a.dsa_prefill not in ("flashmla_sparse", "flashmla_auto") and not a.fp8_kv and not a.host.own_break),
     Rule("vote_off", "`[vote] enabled = false`", "DP ranks could take different paths into a collective",
          "leave the feature on", lambda a: a.attention_dp > 1 and not (a.vote or a.host.own_break)),
     Rule("moe_off", "`[moe] enabled = false`", "DeepEP's dispatch would be captured, which never ends",

@@ -265,7 +265,15 @@ SEAMS: tuple[Seam, ...] = (
         ("attention.backend", Kind.CALL, "sglang.srt.model_executor.forward_context:get_attn_backend",
          "the attention backend of the running forward"),
         ("attention.arguments", Kind.CALL, "sglang.srt.runtime_context:get_server_args",
-         "whether a hierarchical cache is waited for in Python"),
+         "whether a cache is waited for in Python, layer by layer"),
+        *(
+            (f"attention.arg.{name}", Kind.ATTRIBUTE, f"{_ARGS}.{name}", "a cache that is waited for layer by layer")
+            for name in ("enable_hierarchical_cache", "enable_flexkv", "enable_lmcache", "radix_cache_backend")
+        ),
+        ("attention.waits", Kind.ATTRIBUTE, "sglang.srt.mem_cache.memory_pool:KVCache.layer_transfer_counter",
+         "set where a cache is waited for layer by layer: refused once attention is captured"),
+        ("attention.gathers", Kind.ATTRIBUTE, f"{_RUNNER}.require_attn_tp_gather",
+         "whether rows are split over attention-TP ranks"),
         unless="attention.native",
     ),
     *_rows(
@@ -364,6 +372,10 @@ SEAMS: tuple[Seam, ...] = (
             (f"rules.arg.{name}", Kind.ATTRIBUTE, f"{_ARGS}.{name}", "a fact of the rules", (), "0.5.16")
             for names in _FIELDS.values()
             for name in names
+        ),
+        *(
+            (f"rules.arg.{name}", Kind.ATTRIBUTE, f"{_ARGS}.{name}", "a fact of the rules", (), "0.5.16", True)
+            for name in ("enable_eplb", "ep_dispatch_algorithm", "elastic_ep_backend", "kv_cache_dtype", "dsa_prefill_backend")
         ),
         ("rules.attention_dp", Kind.ATTRIBUTE, f"{_GROUPS}.fields.parallel:Parallel.attn_dp_size",
          "how many DP attention ranks", (), "0.5.23", True),

@@ -26,6 +26,7 @@ REDUNDANT = 2
 TOKENS = 8
 BARRIER_S = 20.0
 LATE_S = 0.5
+STEPS = 200
 
 
 class Rank:
@@ -450,9 +451,58 @@ def ended(call: Callable[[], Any]) -> tuple[str, float]:
     return "not refused", time.perf_counter() - start
 
 
+def votes(rank: Rank) -> list[Any]:
+    """Random steps over the host's own gather and group: what each rank makes of each step, and replays."""
+    import random
+
+    from sglang.srt.distributed.parallel_state import get_tp_group
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from tests.test_adapters import BALLOT, FLAG, LADDER, forward_batch, make_row, schedule_batch
+    from tests.test_adapters import Rank as Voter
+
+    voter = Voter(rank.rank, world=WORLD)
+    draw = random.Random(5)
+    said = []
+    for _ in range(STEPS):
+        drawn = [
+            (draw.choice(["idle", "extend", "extend", "decode", "mixed", "embeds", "prefix"]), draw.randint(1, 150))
+            for _ in range(WORLD)
+        ]
+        kind, tokens = drawn[rank.rank]
+        facts: dict[str, Any] = {"embeds": {"input_embeds": object()}, "prefix": {"prefix_lens": [3]}}.get(kind, {})
+        mode = {"decode": ForwardMode.DECODE, "mixed": ForwardMode.MIXED}.get(kind, ForwardMode.EXTEND)
+        batch = None if kind == "idle" else schedule_batch(tokens, mode, **facts)
+        prefill = batch is not None and mode.is_extend()
+        # The host votes no for a decode batch.
+        info = make_row(WORLD, tokens if batch else 0, prefill, kind != "decode")
+
+        def gather(adapter: Any, local: Any, info: Any = info) -> None:
+            voter.feature.on_gather(MLPSyncBatchInfo.all_gather, info, "cpu", get_tp_group().cpu_group)
+
+        voter.seen.verdicts.clear()
+        voter.feature.on_batch(gather, None, batch)
+        verdict = voter.seen.verdicts[-1] if voter.seen.verdicts else None
+        agreed = bool(getattr(info, BALLOT))
+        replay = None
+        if verdict is not None and (prefill or verdict.replay):
+            run = verdict.bucket or (tokens if batch else max(info.global_num_tokens))
+            counts = [max(info.global_num_tokens)] * WORLD if agreed else info.global_num_tokens
+            forward = forward_batch(run, counts, agreed, **({"forward_mode": mode} if prefill else {}))
+            if kind == "prefix":
+                forward.extend_prefix_lens_cpu = [3]
+            assert bool(getattr(forward, FLAG)) == agreed
+            replay = voter.decide(forward)
+        said.append([verdict and [verdict.replay, verdict.bucket, [[v.tokens, v.against] for v in verdict.votes]],
+                     agreed, replay, prefill])  # fmt: skip
+    assert LADDER
+    return said
+
+
 CHECKS = (
     a_rank_that_is_late, replay_equals_eager, host_mode_is_restored, recorder_counts, refusals, calls_outside_a_break,
-    shared_experts, names_and_kinds, rebalance, stale_map, a_rank_that_dies,
+    shared_experts, names_and_kinds, rebalance, stale_map, votes, a_rank_that_dies,
 )  # fmt: skip
 
 

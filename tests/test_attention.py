@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from sglang_bcg_dsa.backends import dsa  # noqa: E402
 from sglang_bcg_dsa.breaks import Break  # noqa: E402
-from sglang_bcg_dsa.errors import MetadataError, StartupError  # noqa: E402
+from sglang_bcg_dsa.errors import CaptureError, MetadataError, StartupError  # noqa: E402
 from sglang_bcg_dsa.hooks.attention import AttentionFeature, local_tokens  # noqa: E402
 from sglang_bcg_dsa.records import State  # noqa: E402
 from sglang_bcg_dsa.seams import examine, resolve  # noqa: E402
@@ -129,7 +129,7 @@ class Layers:
         return seen
 
 
-@given(st.lists(st.tuples(st.integers(1, 8), st.booleans()), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=6))
 def test_rows_select_what_the_live_batch_says_and_padding_selects_the_padding_slot(steps: list[tuple[int, bool]]) -> None:
     """Invariant: after any sequence of replays, no layer reads a selection of an earlier batch or layer."""
     layers = Layers()
@@ -188,7 +188,7 @@ CAPTURED: dict[str, Any] = {
         ({"dsa_kv_cache_store_fp8": True}, False, "FP8"),
         ({"use_fused_topk": False}, False, "positions"),
         ({"hisparse_coordinator": object()}, False, "translates"),
-        ({}, True, "hierarchical"),
+        ({}, True, "waited for"),
     ],
 )
 def test_attention_that_reads_more_than_static_buffers_stays_a_break(
@@ -248,25 +248,27 @@ def slots(ranks: bool = True) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tp", "rank", "real", "mode", "expected"),
+    ("tp", "rank", "real", "mode", "expected", "split"),
     [
-        (1, 0, 20, None, 20),
+        (1, 0, 20, None, 20, True),
         # The host would mask rows 10 to 15 of the first rank: it divided the 20 real rows, not the bucket of 32.
-        (2, 0, 20, None, 16),
-        (2, 1, 20, None, 4),
+        (2, 0, 20, None, 16, True),
+        (2, 1, 20, None, 4, True),
+        # All ranks hold all rows: nothing is divided.
+        (2, 1, 20, None, 20, False),
         # S#31125: rows made up for an idle rank counted as real, and changed the other ranks' results.
-        (1, 0, 20, "IDLE", 0),
-        (1, 0, 20, "DECODE", 20),
+        (1, 0, 20, "IDLE", 0, True),
+        (1, 0, 20, "DECODE", 20, True),
     ],
 )
 def test_the_mask_of_padded_rows_counts_this_rank_s_real_rows(
-    tp: int, rank: int, real: int, mode: str | None, expected: int
+    tp: int, rank: int, real: int, mode: str | None, expected: int, split: bool
 ) -> None:
     """Invariant: a captured mask leaves real rows alone and hides all others."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     registry = slots()
-    runner = SimpleNamespace(buffer_registry=registry)
+    runner = SimpleNamespace(buffer_registry=registry, require_mlp_tp_gather=split, require_attn_tp_gather=False)
     batch = SimpleNamespace(num_token_non_padded_cpu=real, _original_forward_mode=mode and ForwardMode[mode])
     feature(tp, rank).on_load_batch(SimpleNamespace(input_ids=torch.zeros(32)), runner, batch)
     assert registry.get_slot("num_token_non_padded").buffer.tolist() == [expected]
@@ -297,10 +299,40 @@ def test_a_backend_that_is_not_ours_stops_the_start() -> None:
     """Another plugin registered 'dsa' after us: not served, but named."""
     host = type("DeepseekSparseAttnBackend", (), {})
     with pytest.raises(StartupError, match="another plugin"):
-        feature().on_built(None, None, SimpleNamespace(attn_backend=host()))
+        feature().on_built(None, None, SimpleNamespace(attn_backend=host(), is_draft_worker=False))
+    feature().on_built(None, None, SimpleNamespace(attn_backend=host(), is_draft_worker=True))
     ours = type("DeepseekSparseAttnBackend", (), {"replays_any_prefix": True})
-    feature().on_built(None, None, SimpleNamespace(attn_backend=ours()))
-    feature().on_built(None, None, SimpleNamespace(attn_backend=object()))
+    feature().on_built(None, None, SimpleNamespace(attn_backend=ours(), is_draft_worker=False))
+    feature().on_built(None, None, SimpleNamespace(attn_backend=object(), is_draft_worker=False))
+
+
+class HostBackend:
+    """The host's side of a DSA backend: what our subclass looks at."""
+
+    use_mha = False
+
+    def __init__(self) -> None:
+        self.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=None)
+
+    def init_forward_metadata(self, batch: Any) -> None: ...
+
+
+def test_what_captured_attention_cannot_do_stops_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense attention in a graph, or a cache that is still being filled, is refused; outside graphs both are fine."""
+    empty = dataclasses.make_dataclass("DSAMetadata", [])
+    backend = dsa.with_replay(HostBackend, empty)()
+    backend.use_mha = True
+    backend.attention_is_captured = True
+    backend.token_to_kv_pool.layer_transfer_counter = object()
+    backend.init_forward_metadata(None)
+    monkeypatch.setattr(dsa, "in_breakable_region", lambda: True)
+    with pytest.raises(CaptureError, match="dense attention"):
+        backend.init_forward_metadata(None)
+    backend.use_mha = False
+    with pytest.raises(CaptureError, match="layer by layer"):
+        backend.init_forward_metadata(None)
+    backend.attention_is_captured = False
+    backend.init_forward_metadata(None)
 
 
 def test_the_registry_hands_out_our_subclass_under_both_names() -> None:

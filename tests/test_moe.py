@@ -22,7 +22,7 @@ from sglang_bcg_dsa.source import root_of
 from sglang_bcg_dsa.testing import deep_ep_folder, platform
 from sglang_bcg_dsa.testing.models import write_model
 from tests.conftest import ROOT
-from tests.moe_ranks import BARRIER_S, EXPERTS, LATE_S, WORLD
+from tests.moe_ranks import BARRIER_S, EXPERTS, LATE_S, STEPS, WORLD
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +196,19 @@ def test_every_model_of_the_plugin_builds_the_wrapped_moe() -> None:
                 overriding |= {node.name for child in node.body if getattr(child, "name", "") == "forward_deepep"}
     assert {"deepseek_v2", "deepseek_v4"} <= users
     assert not overriding
+
+
+def test_votes_over_a_real_group_are_read_alike_and_followed_by_every_rank(seen: dict[str, list[Any]]) -> None:
+    """200 random steps over the host's own gather: one verdict, and no rank replays while another runs eagerly."""
+    one, other = both(seen, "votes")
+    assert len(one) == STEPS
+    replayed = 0
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine[:2] == theirs[:2]
+        verdict = mine[0]
+        took = {replay for _, _, replay, prefill in (mine, theirs) if prefill}
+        assert len(took) <= 1
+        if verdict is not None and took:
+            assert took == {verdict[0]}
+            replayed += verdict[0]
+    assert 10 < replayed < STEPS - 10, "both paths were taken"

@@ -50,6 +50,10 @@ CAUSES: dict[str, dict[str, Any]] = {
     "single_batch_overlap": {"single_batch_overlap": True, "a2a": "deepep"},
     "multimodal": {"multimodal": True},
     "memory_saver": {"memory_saver": True},
+    "eplb_lp": {"eplb_lp": True},
+    "elastic": {"elastic": True},
+    "kv_cache": {"fp8_kv": True},
+    "dsa_prefill": {"dsa_prefill": "fa3"},
     "vote_off": {"vote": False, "attention_dp": 2},
     "moe_off": {"moe": False, "a2a": "deepep"},
     "low_latency": {"a2a": "deepep", "deepep_mode": "low_latency"},
@@ -69,7 +73,11 @@ def test_the_configuration_this_plugin_is_for_hits_nothing() -> None:
         assert hits(Arguments(a2a="deepep", deepep_mode=mode, attention_dp=dp)) == ()
 
 
-@pytest.mark.parametrize("name", ["vote_off", "moe_off", "low_latency"])
+OLDER = ("eplb_lp", "elastic", "kv_cache", "dsa_prefill", "vote_off", "moe_off", "low_latency")
+"""Rules for hosts without graphs of their own for these models."""
+
+
+@pytest.mark.parametrize("name", OLDER)
 def test_a_host_with_its_own_break_does_not_need_ours(name: str) -> None:
     """What the plugin switches off there, SGLang does itself."""
     assert hits(Arguments(host=Host(own_break=True), **CAUSES[name])) == ()
@@ -138,6 +146,9 @@ SINGLES = {
     "pipeline_parallel": ["--pp-size", "2"],
     "lora": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
     "memory_saver": ["--enable-memory-saver"],
+    "eplb_lp": [*DEEPEP, "--enable-eplb", "--ep-dispatch-algorithm", "lp"],
+    "kv_cache": ["--kv-cache-dtype", "fp8_e4m3"],
+    "dsa_prefill": ["--dsa-prefill-backend", "fa3"],
 }
 SWITCHED_OFF = {"vote_off": ["--dp", "8", "--enable-dp-attention"], "moe_off": DEEPEP}
 LADDERS: dict[str, tuple[list[str], Any]] = {
@@ -235,7 +246,7 @@ def expected(model: str, dp: bool, mode: str | None, listed: bool, explicit: boo
         return ladder[0], ladder[-1], multiple
     largest = 1024 if dp else 8192 if OWN or model == "moe" else 2048
     # The tiny models' context has 4096 tokens, and a bucket is captured as one request before 0.5.17.
-    return max(4, multiple), largest if OWN else min(largest, 4096), multiple
+    return max(4, multiple), min(largest, 4096) if ours and not OWN else largest, multiple
 
 
 @pytest.mark.parametrize("key", MATRIX, ids=str)
@@ -282,7 +293,7 @@ def test_the_host_alone_ends_elsewhere(resolved: Resolved) -> None:
 
 # Supported by 0.5.23's own graphs; PP there is off unless asked for.
 CAPABLE = {"pipeline_parallel": "rules.pipeline", "lora": "runner.limit.enable_lora"}
-LIFTED = {name for name, seam in CAPABLE.items() if seam in SEAMS}
+LIFTED = {name for name, seam in CAPABLE.items() if seam in SEAMS} | (set(OLDER) if OWN else set())
 
 
 @pytest.mark.parametrize("name", SINGLES)

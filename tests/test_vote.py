@@ -208,6 +208,8 @@ def test_small_buckets_are_never_too_much() -> None:
     """S#40253: 5 tokens on [4, 16] are cheaper replayed than eager; 3208 on [2816, 3072, 8192] are not (S#31487)."""
     assert not RunnerFacts((4, 16), padding_free=256).pads_too_much(5)
     assert RunnerFacts((4, 16)).pads_too_much(5)
+    # A rank with nothing to run, where ranks gather no counts, would launch kernels over no rows.
+    assert RunnerFacts((4, 16), padding_free=256).pads_too_much(0)
     large = RunnerFacts((2816, 3072, 8192), padding_free=256)
     assert large.pads_too_much(3208)
     assert not large.pads_too_much(2700)

@@ -64,20 +64,29 @@ def with_replay(base: type, metadata_class: type) -> type:
         """The host's DSA backend; see :mod:`sglang_bcg_dsa.backends.dsa`."""
 
         replays_any_prefix = True
+        attention_is_captured = False
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            if in_breakable_region() and self.use_mha:
+            if not in_breakable_region():
+                return
+            if self.use_mha:
                 raise CaptureError(
                     "SGLang chose dense attention for a prefill graph of a DSA model; captured segments hold the "
                     "sparse path only. Pass --disable-prefill-cuda-graph and report it"
+                )
+            if self.attention_is_captured and self.token_to_kv_pool.layer_transfer_counter is not None:
+                raise CaptureError(
+                    "the KV cache is filled layer by layer and waited for in Python, which captured attention does "
+                    "not do: it could read before the data is there. Pass --disable-prefill-cuda-graph, or set "
+                    "[attention] enabled = false, and report which cache it is"
                 )
 
     DeepseekSparseAttnBackend.__qualname__ = base.__qualname__
     return DeepseekSparseAttnBackend
 
 
-def why_not_captured(backend: Any, hierarchical_cache: bool) -> str | None:
+def why_not_captured(backend: Any, waited_for: bool) -> str | None:
     """Why the attention over the selected slots has to stay a break, or None when it is captured."""
     if not getattr(backend, "replays_any_prefix", False):
         return "the attention backend is not the DSA backend"
@@ -89,8 +98,8 @@ def why_not_captured(backend: Any, hierarchical_cache: bool) -> str | None:
         return "the top-k selection does not give slots, but positions"
     if backend.hisparse_coordinator is not None:
         return "a sparse host cache translates slots at each forward"
-    if hierarchical_cache:
-        return "a hierarchical cache is waited for in Python, layer by layer"
+    if waited_for:
+        return "the KV cache may be waited for in Python, layer by layer"
     return None
 
 
@@ -118,7 +127,10 @@ class Selection:
         batch = self._get_context().forward_batch
         metadata = self._get_backend().get_indexer_metadata(layer_id, batch)
         rows = metadata.get_seqlens_expanded().shape[0]
-        if indexer._should_skip_logits_computation(batch):
+        if not rows:
+            self._whole = None
+            topk.fill_(-1)
+        elif indexer._should_skip_logits_computation(batch):
             key = (metadata.attn_metadata, topk.data_ptr())
             if replaying() and self._whole is not None and self._whole[0] is key[0] and self._whole[1] == key[1]:
                 return

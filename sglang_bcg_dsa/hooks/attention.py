@@ -67,7 +67,10 @@ class AttentionFeature:
 
     def on_built(self, result: Any, runner: Any, model_runner: Any) -> None:
         """A prefill runner captured its graphs: the registry must have handed out our backend."""
+        # A draft's backend is built past the registry.
         backend = model_runner.attn_backend
+        if model_runner.is_draft_worker:
+            return
         if type(backend).__name__ == "DeepseekSparseAttnBackend" and not hasattr(backend, "replays_any_prefix"):
             raise StartupError(
                 "the DSA attention backend is SGLang's own: another plugin registered 'dsa' after this one; "
@@ -115,7 +118,11 @@ class AttentionFeature:
         if not in_breakable_region() or not layer.use_dsa:
             return False
         backend = resolve(self._seams["attention.backend"])()
-        why = dsa.why_not_captured(backend, bool(resolve(self._seams["attention.arguments"])().enable_hierarchical_cache))
+        args = resolve(self._seams["attention.arguments"])()
+        waited_for = args.enable_hierarchical_cache or args.enable_flexkv or args.enable_lmcache
+        why = dsa.why_not_captured(backend, bool(waited_for or args.radix_cache_backend is not None))
+        if why is None:
+            backend.attention_is_captured = True
         if not self._told:
             self._told = True
             logger.info("sglang-bcg-dsa: sparse attention is %s", "captured" if why is None else f"a break: {why}")
@@ -137,10 +144,12 @@ class AttentionFeature:
         registry = runner.buffer_registry
         if not registry.has_slot("num_token_non_padded"):
             return
-        parallel = self._parallel()
+        split, rank = 1, 0
+        if runner.require_mlp_tp_gather or runner.require_attn_tp_gather:
+            split, rank = self._parallel().attn_tp_size, self._parallel().attn_tp_rank
         real = 0 if _made_up(forward_batch) else forward_batch.num_token_non_padded_cpu
-        share = len(result.input_ids) // parallel.attn_tp_size
-        registry.get_slot("num_token_non_padded").buffer.fill_(local_tokens(real, share, parallel.attn_tp_rank))
+        share = len(result.input_ids) // split
+        registry.get_slot("num_token_non_padded").buffer.fill_(local_tokens(real, share, rank))
 
 
 def local_tokens(real: int, share: int, rank: int) -> int:

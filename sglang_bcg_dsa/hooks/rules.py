@@ -189,7 +189,8 @@ class RulesFeature:
         deepep = view.moe_a2a_backend == "deepep"
         multiple = deepep_multiple(self._attention_tp(view)) if deepep else 1
         # A host with graphs of its own for these models captures a bucket as several requests.
-        context = None if self._host.own_break else self._model_config(server_args).context_len
+        ours = self._model(server_args) != "other"
+        context = self._model_config(server_args).context_len if ours and not self._host.own_break else None
         try:
             after = list(settle(before, multiple, context, view.max_total_tokens))
         except ValueError as error:
@@ -297,10 +298,25 @@ class RulesFeature:
             two_batch_overlap=bool(view.enable_two_batch_overlap),
             single_batch_overlap=bool(view.enable_single_batch_overlap),
             multimodal=bool(model.is_multimodal and not model.is_multimodal_breakable_cuda_graph_supported),
+            **self._older(view, server_args),
             memory_saver=bool(view.enable_memory_saver and environment.saves_graph_memory()),
             vote=features["vote"] in _ACTIVE,
             moe=features["moe"] in _ACTIVE,
         )
+
+    def _older(self, view: Any, server_args: Any) -> dict[str, Any]:
+        """Facts of rules for hosts without graphs of their own for these models."""
+        if self._host.own_break:
+            return {}
+        found = {
+            "eplb_lp": bool(view.enable_eplb and view.ep_dispatch_algorithm == "lp"),
+            "elastic": view.elastic_ep_backend is not None,
+        }
+        if self._model(server_args) == "dsa":
+            # Both are None, or "auto", until a later step of the resolution; the rules are asked again at its end.
+            found["fp8_kv"] = str(view.kv_cache_dtype).startswith(("fp8", "fp4"))
+            found |= {"dsa_prefill": view.dsa_prefill_backend} if view.dsa_prefill_backend else {}
+        return found
 
 
 def _sizes(phase: Any) -> list[Any]:

@@ -243,6 +243,9 @@ class VoteFeature:
         if not is_ours(runner):
             # Another backend's graphs (full, tc_piecewise) are the host's to vote on; draft runners do not vote.
             self._left_to_host |= not model_runner.is_draft_worker
+            if self.runner is not None and runner.has_mha_companion_layers and not self._host_has_predicate:
+                # A draft's graphs follow the same verdict, and the host alone checks them: what they refuse is voted.
+                self.runner = self.runner._replace(prefix=False)
             return
         self.runner = hostfacts.of_runner(runner, self._seams)
         self._enable_lora = bool(getattr(runner, "enable_lora", False))
