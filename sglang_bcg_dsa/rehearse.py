@@ -39,6 +39,7 @@ NEW_TOKENS = 4
 TAPE_FAULTS = ("skip-break", "drop-copy")
 FAULTS = (*faults.FAULTS, *TAPE_FAULTS)
 FAULT_RANK = 1
+PASSES = ("graphs", "eager")
 _REQUEST_SECONDS = 60.0
 _FAULT_CONFIG = "[audit]\nexchange_seconds = 5.0\nstall_seconds = 5.0\n"
 
@@ -129,12 +130,16 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
         traffic.waves(options.seed, options.requests, options.ranks, LADDER, CHUNK, VOCABULARY),
     )
     with _workdir(options.keep) as workdir:
+        for name in PASSES:
+            # A kept folder may hold an earlier run's, whose causes are not this run's.
+            (workdir / f"{name}.log").unlink(missing_ok=True)
         try:
             outcome.passes.append(_serve(outcome, workdir, graphs=True, say=say))
             if options.fault not in faults.FAULTS:
                 outcome.passes.append(_serve(outcome, workdir, graphs=False, say=say))
         except ServerDied as died:
-            logs = [path.read_text(errors="replace") for path in sorted(workdir.glob("*.log"))]
+            found = [workdir / f"{name}.log" for name in PASSES]
+            logs = [path.read_text(errors="replace") for path in found if path.exists()]
             outcome.problems += _causes("\n".join([*logs, str(died)]))
         else:
             _judge(outcome)
@@ -156,7 +161,7 @@ def _workdir(keep: Path | None) -> Any:
 
 def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
     options = outcome.options
-    done = Pass("graphs" if graphs else "eager")
+    done = Pass(PASSES[0] if graphs else PASSES[1])
     spec = _spec(options, workdir, graphs)
     what = "with prefill graphs" if graphs else "eager"
     say(f"starting {outcome.host}, {options.ranks} ranks, {what} (about 30 s)")
