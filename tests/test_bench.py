@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_bcg_dsa import show
+from sglang_bcg_dsa import cli, show
 from sglang_bcg_dsa.bench import BenchFailed, Options, _arriving
 from sglang_bcg_dsa.bench_rank import DONE
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 
 
 @pytest.mark.parametrize(
@@ -129,3 +129,15 @@ def test_the_tables_take_whatever_was_measured(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "3+4" in text
     assert "1.00 (0.50 .. 2.00)" in text
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "bench").glob("*.json"))])
+def test_kept_measurements_can_be_shown_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file in ``bench/`` names card, driver, versions and date, and is shown as it was when measured."""
+    assert cli.main(["bench", "--show", str(ROOT / "bench" / name)]) == 0
+    text = capsys.readouterr().out
+    measured = json.loads((ROOT / "bench" / name).read_text())
+    for field in ("card", "driver", "cuda", "sglang", "date"):
+        assert measured["environment"][field] in text
+    for row in measured["time"]:
+        assert f"{row['ratio']['gpu_ms']:.2f}" in text
