@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_bcg_dsa import __version__
 from sglang_bcg_dsa.bench_rank import DONE, main
@@ -85,15 +85,33 @@ def run(options: Options, host_args: Sequence[str], timeout: float) -> dict[str,
     return measured
 
 
-def _resolve(host_args: Sequence[str]) -> Any:
+class _Parser(argparse.ArgumentParser):
+    """SGLang's parser, whose error is one line instead of four hundred of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(f"SGLang's arguments: {message}")
+
+
+def parse(host_args: Sequence[str]) -> argparse.Namespace:
+    """Arguments as for ``sglang serve``, parsed and not yet resolved. Raises ValueError for what SGLang does not know."""
+    if not host_args:
+        raise ValueError("no arguments for SGLang; they come after --, as in -- --model-path MODEL --tp 2")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(prog="sglang-bcg-dsa bench --")
+    parser = _Parser(prog="sglang serve", add_help=False)
     ServerArgs.add_cli_args(parser)
-    return ServerArgs.from_cli_args(parser.parse_args(list(host_args)))
+    return parser.parse_args(list(host_args))
+
+
+def _resolve(host_args: Sequence[str]) -> Any:
+    parsed = parse(host_args)
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs.from_cli_args(parsed)
 
 
 def _arriving(ranks: Sequence[Any], results: Any, timeout: float, measured: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,11 @@ OK, WRONG, BAD_INPUT, UNNOTICED, INTERRUPTED = 0, 1, 2, 3, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; SGLang's own come after --" if "host_args" in args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -135,14 +139,29 @@ def _doctor(args: argparse.Namespace) -> int:
     return OK if refusal is None else WRONG
 
 
+def _without_host(command: str) -> int | None:
+    """The exit status where SGLang is not installed, after saying so; None where it is."""
+    if importlib.util.find_spec("sglang") is not None:
+        return None
+    print(
+        f"sglang-bcg-dsa {command}: SGLang is not installed in this environment; "
+        "run pip install 'sglang-bcg-dsa[host]', or make demo from a checkout",
+        file=sys.stderr,
+    )
+    return BAD_INPUT
+
+
+def _counts(option: str, text: str, between: str = ",") -> tuple[int, ...]:
+    """Whole numbers in an option's value."""
+    try:
+        return tuple(int(word) for word in text.split(between) if word or between == "+")
+    except ValueError:
+        raise ValueError(f"{option} {text}: expected whole numbers with {between!r} between them") from None
+
+
 def _rehearse(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("sglang") is None:
-        print(
-            "sglang-bcg-dsa rehearse: SGLang is not installed in this environment; "
-            "run pip install 'sglang-bcg-dsa[host]', or make demo from a checkout",
-            file=sys.stderr,
-        )
-        return BAD_INPUT
+    if (status := _without_host("rehearse")) is not None:
+        return status
     from sglang_bcg_dsa import show
     from sglang_bcg_dsa.config import load
     from sglang_bcg_dsa.rehearse import BadRequest, Options, as_json, rehearse
@@ -169,21 +188,31 @@ def _bench(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa import show
 
     if args.show is not None:
-        measured = json.loads(args.show.read_text())
-        _print_json(measured) if args.json else show.bench(measured)
+        try:
+            measured = json.loads(args.show.read_text())
+            _print_json(measured) if args.json else show.bench(measured)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            print(f"sglang-bcg-dsa bench: {args.show} is no file of bench --save ({error})", file=sys.stderr)
+            return BAD_INPUT
         return OK
-    from sglang_bcg_dsa.bench import BenchFailed, Options, run
+    if (status := _without_host("bench")) is not None:
+        return status
+    from sglang_bcg_dsa.bench import BenchFailed, Options, parse, run
 
+    host_args = [word for word in args.host_args if word != "--"]
     try:
-        tokens, profile = (tuple(int(n) for n in sizes.split(",") if n) for sizes in (args.tokens, args.profile))
-        check = tuple(tuple(int(n) for n in batch.split("+")) for batch in args.check.split(",") if batch)
+        tokens, profile = _counts("--tokens", args.tokens), _counts("--profile", args.profile)
+        check = tuple(_counts("--check", batch, "+") for batch in args.check.split(",") if batch)
         options = Options(tokens, check or tuple((n,) for n in tokens), profile, args.repeats, args.weights)
+        if args.save is not None and not args.save.absolute().parent.is_dir():
+            raise ValueError(f"--save {args.save}: there is no such folder")
+        parse(host_args)
     except ValueError as error:
         print(f"sglang-bcg-dsa bench: {error}", file=sys.stderr)
         return BAD_INPUT
     failure = None
     try:
-        measured = run(options, [word for word in args.host_args if word != "--"], args.timeout)
+        measured = run(options, host_args, args.timeout)
     except BenchFailed as failed:
         failure, measured = str(failed), failed.measured
     if args.save is not None:
@@ -200,14 +229,20 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from sglang_bcg_dsa import show
+
+    if (status := _without_host("compare")) is not None:
+        return status
+    from sglang_bcg_dsa.bench import parse
     from sglang_bcg_dsa.compare import Options, as_json, compare
 
+    host_args = [word for word in args.host_args if word != "--"]
     try:
         options = Options(args.requests, args.seed, args.start_timeout, args.keep)
+        parse(host_args)
     except ValueError as error:
         print(f"sglang-bcg-dsa compare: {error}", file=sys.stderr)
         return BAD_INPUT
-    outcome = compare(options, [word for word in args.host_args if word != "--"], show.progress)
+    outcome = compare(options, host_args, show.progress)
     if args.json:
         _print_json(as_json(outcome))
     else:

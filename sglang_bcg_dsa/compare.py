@@ -140,7 +140,7 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
                 server.flush_cache()
                 again = _send(server, waves, outcome.ranks, company=_company(options.seed, outcome.ladder))
         except (ServerDied, OSError, RuntimeError) as error:
-            outcome.problems.append(f"a server failed: {error}")
+            outcome.problems.append(f"a server failed (--keep DIR keeps its whole log): {error}")
             return outcome
     outcome.graphs, outcome.eager = differences(graphs, eager), differences(again, eager)
     judge(outcome)

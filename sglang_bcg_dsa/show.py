@@ -219,6 +219,10 @@ def _milliseconds(found: dict[str, float]) -> str:
 
 def comparison(outcome: Comparison) -> None:
     """The report of ``compare``."""
+    if not outcome.ranks:
+        for problem in outcome.problems:
+            err.print(Text(problem))
+        return
     out.print(Text(f"{outcome.host} with sglang-bcg-dsa {__version__}: {outcome.ranks} ranks, {outcome.requests} requests, "
                    f"ladder {', '.join(map(str, outcome.ladder))}", style="bold"))  # fmt: skip
     table = _table("\nPrefills by rank", "rank", "replayed", "eager", "why eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +142,45 @@ def test_kept_measurements_can_be_shown_without_a_gpu(name: str, capsys: pytest.
         assert measured["environment"][field] in text
     for row in measured["time"]:
         assert f"{row['ratio']['gpu_ms']:.2f}" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["bench"], "no arguments for SGLang"),
+        (["compare", "--"], "no arguments for SGLang"),
+        (["bench", "--tokens", "a,b", "--", "--model-path", "x"], "--tokens a,b: expected whole numbers"),
+        (["bench", "--check", "3+", "--", "--model-path", "x"], "--check 3+: expected whole numbers"),
+        (["bench", "--profile", "x", "--", "--model-path", "x"], "--profile x"),
+        (["bench", "--save", "/none/x.json", "--", "--model-path", "x"], "no such folder"),
+        (["bench", "--show", "/none.json"], "no file of bench --save"),
+        (["bench", "--", "--model-path", "x", "--nope"], "SGLang's arguments: unrecognized arguments: --nope"),
+        (["compare", "--", "--model-path", "x", "--tp", "two"], "SGLang's arguments: argument"),
+        (["compare", "--requests", "0", "--", "--model-path", "x"], "--requests 0"),
+    ],
+)
+def test_bad_command_lines_get_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What, where and what to do, before anything starts; exit status 2."""
+    assert cli.main(argv) == cli.BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = [line for line in captured.err.splitlines() if line.startswith("sglang-bcg-dsa ")]
+    assert len(line) == 1
+    assert says in line[0]
+
+
+@pytest.mark.parametrize("command", ["bench", "compare"])
+def test_a_forgotten_separator_is_pointed_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's arguments without ``--`` are refused with the hint."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--model-path", "x"])
+    assert stopped.value.code == cli.BAD_INPUT
+    assert "come after --" in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Valid JSON that ``bench`` did not write is bad input, not a traceback."""
+    for text in ("{}", "[1]", "no"):
+        (tmp_path / "f.json").write_text(text)
+        assert cli.main(["bench", "--show", str(tmp_path / "f.json")]) == cli.BAD_INPUT
+        assert "is no file of bench --save" in capsys.readouterr().err
