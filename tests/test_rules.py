@@ -332,6 +332,14 @@ def test_features_switched_off_are_a_reason_too(resolved: Resolved, name: str) -
     assert f"rule {name}" in chosen["error"]
 
 
+def test_doctor_says_what_a_feature_that_is_off_costs() -> None:
+    """Where SGLang has no break and no vote of its own, switching ours off keeps prefills eager, and it is said."""
+    off = msgspec.structs.replace(Config(), vote=msgspec.structs.replace(Config().vote, enabled=False))
+    reason = RulesFeature(dict).bcg_feature(off, SEAMS).reason
+    assert ("rule vote_off keeps prefills eager" in reason) == (not OWN)
+    assert "_off" not in RulesFeature(dict).bcg_feature(Config(), SEAMS).reason
+
+
 @pytest.mark.parametrize("name", LADDERS)
 def test_odd_ladders_end_sound_or_in_one_error(resolved: Resolved, name: str) -> None:
     """Unsorted, negative, empty, above pool or context: a valid ladder that is logged, or a message with the bucket."""

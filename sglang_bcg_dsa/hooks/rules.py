@@ -66,7 +66,9 @@ class RulesFeature:
     def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
         if "moe.native" in seams:
             return Feature(self.name, State.EXTENDED, "SGLang's rules do not hold for a backend the user chose")
-        return Feature(self.name, State.SUPPLIED, "SGLang switches prefill graphs off for these models")
+        off = [name for name in ("vote", "moe") if config.enabled(name) is False]
+        cost = f"; with {' and '.join(off)} off, rule {' and '.join(f'{n}_off' for n in off)} keeps prefills eager" if off else ""
+        return Feature(self.name, State.SUPPLIED, f"SGLang switches prefill graphs off for these models{cost}")
 
     @hookimpl
     def bcg_install_arguments(self, config: Config, seams: SeamSet, installer: Installer) -> None:
