@@ -4,8 +4,8 @@ Contract: starts SGLang's own server with the caller's arguments, once with this
 once without prefill graphs, and sends both the same seeded traffic over HTTP. On a GPU an answer
 depends on how many rows it was computed with, because kernels round by the row count, and a graph
 runs the rows of its bucket. How much that is, the eager server itself shows: it gets the traffic
-twice, the second time each request together with a short one. Graphs pass if they differ from
-eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
+twice, the second time each request in company of one that fills its bucket. Graphs pass if they
+differ from eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
 prefills that graphs could serve, and nothing hangs. Whatever happens, no process is left behind.
 
 What it does not show: speed. See ``bench``.
@@ -13,6 +13,7 @@ What it does not show: speed. See ``bench``.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 
 from sglang_bcg_dsa import traffic
 from sglang_bcg_dsa.activate import host_name
+from sglang_bcg_dsa.buckets import bucket_for
 from sglang_bcg_dsa.hooks.explain import STATE_KEY
 from sglang_bcg_dsa.testing import weights
 from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server
@@ -33,6 +35,8 @@ from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle
 Say = Callable[[str], None]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """Generated tokens and their log-probabilities."""
+Answers = dict[tuple[int, ...], Answer]
+"""By prompt."""
 
 MIN_COVERAGE = 0.95
 MARGIN = 1.5
@@ -70,12 +74,16 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class Options:
-    """``requests`` of each round; ``seed`` of traffic; ``start_timeout`` seconds (a first start compiles kernels)."""
+    """``requests`` of each round; ``seed`` of traffic; ``start_timeout`` seconds (a first start compiles kernels).
+
+    ``eager``: the ``eager.json`` that an earlier run of the same traffic kept, instead of a server.
+    """
 
     requests: int = 100
     seed: int = 7
     start_timeout: float = 900.0
     keep: Path | None = None
+    eager: Path | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= 100_000:
@@ -107,6 +115,8 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     graphs: Differences | None = None
     eager: Differences | None = None
+    equal: int | None = None
+    """Requests whose answer with graphs is bit for bit that of one of the eager rounds."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -133,18 +143,38 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
                 graphs = _send(server, waves, outcome.ranks)
                 outcome.states = _states(server)
             judge(outcome)
-            say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %; starting eager")
-            with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
-                say("up eager; sending the same, twice")
-                eager = _send(server, waves, outcome.ranks)
-                server.flush_cache()
-                again = _send(server, waves, outcome.ranks, company=_company(options.seed, outcome.ladder))
+            say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %")
+            signature = [options.seed, options.requests, outcome.ranks, list(outcome.ladder), [len(w.prompts) for w in waves]]
+            if options.eager is not None:
+                eager, again = _reuse(options.eager, signature)
+            else:
+                with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
+                    say("up eager; sending the same, twice")
+                    eager = _send(server, waves, outcome.ranks)
+                    server.flush_cache()
+                    again = _send(server, waves, outcome.ranks, company=Company(options.seed, outcome.ladder))
+                _keep(workdir / "eager.json", signature, eager, again)
         except (ServerDied, OSError, RuntimeError) as error:
             outcome.problems.append(f"a server failed (--keep DIR keeps its whole log): {error}")
             return outcome
     outcome.graphs, outcome.eager = differences(graphs, eager), differences(again, eager)
+    outcome.equal = sum(answer in (eager[prompt], again[prompt]) for prompt, answer in graphs.items())
     judge(outcome)
     return outcome
+
+
+def _keep(path: Path, signature: list[Any], *rounds: Answers) -> None:
+    kept = [[[list(prompt), list(ids), list(logs)] for prompt, (ids, logs) in answers.items()] for answers in rounds]
+    path.write_text(json.dumps({"signature": signature, "rounds": kept}))
+
+
+def _reuse(path: Path, signature: list[Any]) -> tuple[Answers, Answers]:
+    """Both eager rounds of an earlier run. Raises RuntimeError where the traffic was another."""
+    kept = json.loads(path.read_text())
+    if kept["signature"] != signature:
+        raise RuntimeError(f"{path} holds answers to other traffic: {kept['signature'][:4]}, this is {signature[:4]}")
+    eager, again = ({tuple(p): (tuple(ids), tuple(logs)) for p, ids, logs in answers} for answers in kept["rounds"])
+    return eager, again
 
 
 class _timed:
@@ -188,20 +218,24 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traf
     return traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, chunk, _VOCABULARY)
 
 
-Company = Callable[[], tuple[int, ...]]
-"""A short prompt to be batched with another."""
+class Company:
+    """Makes the prompt that a request is batched with: as long as fills the request's bucket, else a few tokens."""
 
+    def __init__(self, seed: int, ladder: Sequence[int]) -> None:
+        self._random, self._ladder = random.Random(seed), ladder
 
-def _company(seed: int, ladder: Sequence[int]) -> Company:
-    source = random.Random(seed)
-    return lambda: tuple(source.randrange(5, _VOCABULARY) for _ in range(source.randint(1, max(1, ladder[0] // 4))))
+    def to(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Company for ``prompt``."""
+        bucket = bucket_for(len(prompt), self._ladder)
+        length = (bucket or 0) - len(prompt)
+        return tuple(self._random.randrange(5, _VOCABULARY) for _ in range(length if length > 0 else self._random.randint(1, 8)))
 
 
 def _send(
     server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, *, company: Company | None = None
-) -> dict[tuple[int, ...], Answer]:
+) -> Answers:
     """All waves, one after the other; answers by prompt. With ``company`` each request comes with another."""
-    answers: dict[tuple[int, ...], Answer] = {}
+    answers: Answers = {}
     number = 0
 
     def one(prompt: tuple[int, ...], rank: int, other: tuple[int, ...] | None) -> Answer:
@@ -216,13 +250,13 @@ def _send(
         for wave in waves:
             pending = []
             for prompt in wave.prompts:
-                pending.append((prompt, pool.submit(one, prompt, number % ranks, company() if company else None)))
+                pending.append((prompt, pool.submit(one, prompt, number % ranks, company.to(prompt) if company else None)))
                 number += 1
             answers.update((prompt, answer.result()) for prompt, answer in pending)
     return answers
 
 
-def differences(one: Mapping[tuple[int, ...], Answer], other: Mapping[tuple[int, ...], Answer]) -> Differences:
+def differences(one: Answers, other: Answers) -> Differences:
     """Compare answers to the same prompts."""
     worst, tokens = [], 0
     for prompt, (ids, probabilities) in one.items():

@@ -235,6 +235,8 @@ def comparison(outcome: Comparison) -> None:
         if found is not None:
             table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
     out.print(table)
+    if outcome.equal is not None:
+        out.print(f"\n{outcome.equal} of {outcome.requests} answers with graphs are bit for bit those of an eager round.")
     if outcome.coverage is not None:
         seconds = ", ".join(f"{name} {taken:.0f} s" for name, taken in outcome.seconds.items())
         out.print(f"\nCoverage of the prefills that graphs could serve: {100 * outcome.coverage:.1f} % ({seconds})")

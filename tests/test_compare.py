@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_bcg_dsa.compare import Answer, Options, Outcome, differences, judge
+from sglang_bcg_dsa.compare import Answers, Company, Options, Outcome, _keep, _reuse, differences, judge
 from sglang_bcg_dsa.testing import platform
 from sglang_bcg_dsa.testing.models import write_model
 from sglang_bcg_dsa.testing.server import ServerSpec
 from tests.test_rehearsal import ALL, HOST_VOTES_ON_FACTS
-
-Answers = dict[tuple[int, ...], Answer]
 
 
 def outcome(graphs: Answers, eager: Answers, again: Answers, replay: int = 19, outside: int = 3, other: int = 1) -> Outcome:
@@ -72,6 +70,23 @@ def test_tokens_after_the_first_other_one_are_not_compared(pairs: list[tuple[int
     assert (found.tokens, found.largest) == (1, 0.0)
 
 
+@given(st.integers(1, 200))
+def test_company_fills_the_bucket(tokens: int) -> None:
+    """Invariant: an eager batch in company has the row count that the request's graph runs."""
+    made = len(Company(1, (16, 64, 128)).to(range(tokens)))
+    bucket = next((b for b in (16, 64, 128) if b >= tokens), None)
+    assert tokens + made == bucket or (bucket in (tokens, None) and 1 <= made <= 8)
+
+
+def test_kept_answers_are_for_the_same_traffic_only(tmp_path: Path) -> None:
+    """Answers of an eager server can serve a second comparison; those to other requests cannot."""
+    kept = tmp_path / "eager.json"
+    _keep(kept, [7, 2, 1, [16], [1, 1]], answers(0), answers(0.1))
+    assert _reuse(kept, [7, 2, 1, [16], [1, 1]]) == (answers(0), answers(0.1))
+    with pytest.raises(RuntimeError, match="other traffic"):
+        _reuse(kept, [8, 2, 1, [16], [1, 1]])
+
+
 @pytest.mark.parametrize("requests", [0, -1, 100_001])
 def test_bad_counts_are_refused(requests: int) -> None:
     """Bad input gets one clear error."""
@@ -109,6 +124,7 @@ if ALL or not HOST_VOTES_ON_FACTS:
         assert (status, report["problems"]) == (0, [])
         assert report["ranks"] == 2
         assert report["ladder"] == [16, 32, 64, 128]
+        assert report["equal"] == 8
         assert report["graphs"] == report["eager"] == {"tokens": 0, "median": 0.0, "p90": 0.0, "largest": 0.0}
 
 
