@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bcg_dsa.compare import Answers, Company, Options, Outcome, _keep, _reuse, differences, judge
-from sglang_bcg_dsa.testing import platform
+from sglang_bcg_dsa.testing import dsa_folder, platform
 from sglang_bcg_dsa.testing.models import write_model
 from sglang_bcg_dsa.testing.server import ServerSpec
 from tests.test_rehearsal import ALL, HOST_VOTES_ON_FACTS
@@ -96,18 +96,21 @@ def test_bad_counts_are_refused(requests: int) -> None:
 
 def compare(tmp_path: Path, model: Path) -> tuple[int, dict[str, Any]]:
     """The command, end to end, with the CPU platform chosen by the caller's environment: status and report."""
+    kernels = tmp_path / "kernels"
+    dsa_folder.write_distribution(kernels)
     spec = ServerSpec(
-        model, tp=2, dp=2, dp_attention=True, chunked_prefill_size=256, ladder=(16, 32, 64, 128),
-        env={"TORCHDYNAMO_DISABLE": "1"},
+        model, chunked_prefill_size=128, ladder=(16, 32, 64, 128), extra_args=dsa_folder.SERVER_ARGS, python_path=(kernels,),
+        env={"TORCHDYNAMO_DISABLE": "1", **dsa_folder.SERVER_ENV},
     )  # fmt: skip
     metadata = tmp_path / "platform"
     platform.write_distribution(metadata)
     args = spec.command(0)[3:]
-    for flag, values in (("--host", 1), ("--port", 1), ("--skip-server-warmup", 0)):
+    # `compare` gives the first three itself; the model decides about its attention.
+    for flag, values in (("--host", 1), ("--port", 1), ("--skip-server-warmup", 0), ("--attention-backend", 1)):
         at = args.index(flag)
         del args[at : at + 1 + values]
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_bcg_dsa.cli", "compare", "--json", "--requests", "8", "--keep", str(tmp_path / "k"),
+        [sys.executable, "-m", "sglang_bcg_dsa.cli", "compare", "--json", "--requests", "24", "--keep", str(tmp_path / "k"),
          "--", *args],
         env=spec.environment(metadata, os.environ), capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
@@ -119,12 +122,12 @@ def compare(tmp_path: Path, model: Path) -> tuple[int, dict[str, Any]]:
 if ALL or not HOST_VOTES_ON_FACTS:
 
     def test_a_real_server_of_the_caller_s_arguments(tmp_path: Path) -> None:
-        """Graphs and eager, eager in company: equal on the CPU, whose kernels do not round by the row count."""
-        status, report = compare(tmp_path, write_model(tmp_path / "model", "moe"))
+        """SGLang's DSA model on one rank, prefixes and chunks: graphs, eager and eager in company are equal on the CPU."""
+        status, report = compare(tmp_path, write_model(tmp_path / "model", "dsa"))
         assert (status, report["problems"]) == (0, [])
-        assert report["ranks"] == 2
+        assert (report["ranks"], report["coverage"]) == (1, 1.0)
         assert report["ladder"] == [16, 32, 64, 128]
-        assert report["equal"] == 8
+        assert report["equal"] == 24
         assert report["graphs"] == report["eager"] == {"tokens": 0, "median": 0.0, "p90": 0.0, "largest": 0.0}
 
 
