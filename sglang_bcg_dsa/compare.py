@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
                 outcome.states = _states(server)
             judge(outcome)
             say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %")
-            signature = [options.seed, options.requests, outcome.ranks, list(outcome.ladder), [len(w.prompts) for w in waves]]
+            signature = [_flag(host_args, "--model-path"), outcome.ranks, zlib.crc32(repr(waves).encode())]
             if options.eager is not None:
                 eager, again = _reuse(options.eager, signature)
             else:
@@ -172,7 +173,7 @@ def _reuse(path: Path, signature: list[Any]) -> tuple[Answers, Answers]:
     """Both eager rounds of an earlier run. Raises RuntimeError where the traffic was another."""
     kept = json.loads(path.read_text())
     if kept["signature"] != signature:
-        raise RuntimeError(f"{path} holds answers to other traffic: {kept['signature'][:4]}, this is {signature[:4]}")
+        raise RuntimeError(f"{path} holds answers of another model, or to other traffic: {kept['signature']}, this is {signature}")
     eager, again = ({tuple(p): (tuple(ids), tuple(logs)) for p, ids, logs in answers} for answers in kept["rounds"])
     return eager, again
 

@@ -81,10 +81,11 @@ def test_company_fills_the_bucket(tokens: int) -> None:
 def test_kept_answers_are_for_the_same_traffic_only(tmp_path: Path) -> None:
     """Answers of an eager server can serve a second comparison; those to other requests cannot."""
     kept = tmp_path / "eager.json"
-    _keep(kept, [7, 2, 1, [16], [1, 1]], answers(0), answers(0.1))
-    assert _reuse(kept, [7, 2, 1, [16], [1, 1]]) == (answers(0), answers(0.1))
-    with pytest.raises(RuntimeError, match="other traffic"):
-        _reuse(kept, [8, 2, 1, [16], [1, 1]])
+    _keep(kept, ["model", 2, 1], answers(0), answers(0.1))
+    assert _reuse(kept, ["model", 2, 1]) == (answers(0), answers(0.1))
+    for other in (["model", 2, 2], ["model", 1, 1], ["other", 2, 1]):
+        with pytest.raises(RuntimeError, match="other traffic"):
+            _reuse(kept, other)
 
 
 @pytest.mark.parametrize("requests", [0, -1, 100_001])
