@@ -173,7 +173,9 @@ def _reuse(path: Path, signature: list[Any]) -> tuple[Answers, Answers]:
     """Both eager rounds of an earlier run. Raises RuntimeError where the traffic was another."""
     kept = json.loads(path.read_text())
     if kept["signature"] != signature:
-        raise RuntimeError(f"{path} holds answers of another model, or to other traffic: {kept['signature']}, this is {signature}")
+        raise RuntimeError(
+            f"{path} holds answers of another model, or to other traffic: {kept['signature']}, this is {signature}"
+        )
     eager, again = ({tuple(p): (tuple(ids), tuple(logs)) for p, ids, logs in answers} for answers in kept["rounds"])
     return eager, again
 
