@@ -49,9 +49,9 @@ def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any
     HookRegistry.register(seams["runner.capture_one"].target, captures.on_capture_one, HookType.AROUND)
     HookRegistry.register(seams["bench.replay"].target, splits.on_replay, HookType.AROUND)
     if options.weights == "seeded":
-        from sglang_bcg_dsa.testing.weights import seed_weights
+        from sglang_bcg_dsa.testing import weights
 
-        HookRegistry.register(seams["bench.weights"].target, seed_weights, HookType.REPLACE)
+        weights.register()
     load_plugins()
     bench = Bench(_load_model(server_args, port_args, rank), seams, options)
     _report(results, rank, "graphs", bench.has_graphs)

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +28,9 @@ from typing import Any
 from sglang_bcg_dsa import traffic
 from sglang_bcg_dsa.activate import host_name
 from sglang_bcg_dsa.buckets import bucket_for
-from sglang_bcg_dsa.hooks.explain import STATE_KEY
+from sglang_bcg_dsa.hooks.explain import states_of
 from sglang_bcg_dsa.testing import weights
-from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server
+from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server, working_folder
 
 Say = Callable[[str], None]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -124,9 +123,7 @@ class Outcome:
 def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: None) -> Outcome:
     """Run it. What goes wrong in a server is a problem in the outcome."""
     outcome = Outcome(host_name())
-    with tempfile.TemporaryDirectory(prefix="bcg-dsa-compare-") as temporary:
-        workdir = (options.keep or Path(temporary)).resolve()
-        workdir.mkdir(parents=True, exist_ok=True)
+    with working_folder(options.keep, "bcg-dsa-compare-") as workdir:
         python_path: tuple[Path, ...] = ()
         if _flag(host_args, "--load-format") == "dummy":
             # SGLang's own dummies vanish in rounding: then everything is equal.
@@ -142,7 +139,7 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
                 waves = _look(outcome, server, options)
                 say(f"up with graphs: {outcome.ranks} ranks, ladder {outcome.ladder}; sending {options.requests} requests")
                 graphs = _send(server, waves, outcome.ranks)
-                outcome.states = _states(server)
+                outcome.states = states_of(server.server_info())
             judge(outcome)
             say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %")
             signature = [_flag(host_args, "--model-path"), outcome.ranks, zlib.crc32(repr(waves).encode())]
@@ -203,21 +200,17 @@ def _flag(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _states(server: ServerHandle) -> list[dict[str, Any]]:
-    found = [s[STATE_KEY] for s in server.server_info()["internal_states"] if STATE_KEY in s]
-    return sorted(found, key=lambda s: (s["rank"]["dp"], s["rank"]["tp"]))
-
-
 def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traffic.Wave]:
     """Ranks, ladder and chunk of a running server, and traffic made for them."""
-    states = _states(server)
+    info = server.server_info()
+    states = states_of(info)
     if not states:
         raise RuntimeError("the plugin does not report under /server_info; it is not active in this server")
     outcome.ranks, outcome.requests = len(states), options.requests
     outcome.ladder = tuple(sorted(int(bucket) for bucket in states[0]["capture"]))
     if not outcome.ladder:
         raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
-    chunk = int(server.server_info()["chunked_prefill_size"])
+    chunk = int(info["chunked_prefill_size"])
     return traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, chunk, _VOCABULARY)
 
 

@@ -50,7 +50,6 @@ def of_schedule_batch(batch: Any, tokens: int, alignment: int, runner: RunnerFac
 def of_forward_batch(batch: Any, runner: RunnerFacts, inactive_rank: bool) -> BatchFacts:
     """Facts of a ForwardBatch, after the host padded it for its group."""
     mode = batch.forward_mode
-    idle = bool((getattr(batch, "_original_forward_mode", None) or mode).is_idle())
     return BatchFacts(
         batch_size=batch.batch_size,
         num_tokens=len(batch.input_ids),
@@ -59,7 +58,7 @@ def of_forward_batch(batch: Any, runner: RunnerFacts, inactive_rank: bool) -> Ba
         replace_embeds=batch.replace_embeds is not None,
         has_prefix=any(batch.extend_prefix_lens_cpu or ()),
         is_target_verify=bool(mode.is_target_verify()),
-        hidden_mode=None if idle else int(batch.capture_hidden_mode),
+        hidden_mode=None if is_idle(batch) else int(batch.capture_hidden_mode),
         return_logprob=bool(batch.return_logprob),
         is_mixed=bool(mode.is_mixed()),
         multimodal=False if runner.multimodal else bool(batch.contains_mm_inputs()),
@@ -67,6 +66,11 @@ def of_forward_batch(batch: Any, runner: RunnerFacts, inactive_rank: bool) -> Ba
         context_length=(_longest(batch.seq_lens_cpu) or 0) if runner.max_context is not None else None,
         inactive_rank=inactive_rank,
     )
+
+
+def is_idle(batch: Any) -> bool:
+    """Whether a ForwardBatch is an idle rank's, also where the host made up a request for it."""
+    return bool((getattr(batch, "_original_forward_mode", None) or batch.forward_mode).is_idle())
 
 
 def of_runner(runner: Any, seams: SeamSet) -> RunnerFacts:

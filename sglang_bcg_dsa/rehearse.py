@@ -12,22 +12,20 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_bcg_dsa import environment, traffic
 from sglang_bcg_dsa.activate import host_name
-from sglang_bcg_dsa.hooks.explain import STATE_KEY
+from sglang_bcg_dsa.hooks.explain import states_of
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
 from sglang_bcg_dsa.testing import deep_ep_folder, dsa_folder, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
-from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server
+from sglang_bcg_dsa.testing.server import ServerDied, ServerHandle, ServerSpec, logprobs, running_server, working_folder
 
 Say = Callable[[str], None]
 
@@ -129,7 +127,7 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
         host_name(),
         traffic.waves(options.seed, options.requests, options.ranks, LADDER, CHUNK, VOCABULARY),
     )
-    with _workdir(options.keep) as workdir:
+    with working_folder(options.keep, "bcg-dsa-rehearsal-") as workdir:
         for name in PASSES:
             # A kept folder may hold an earlier run's, whose causes are not this run's.
             (workdir / f"{name}.log").unlink(missing_ok=True)
@@ -145,15 +143,6 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
             _judge(outcome)
     outcome.seconds = time.monotonic() - started
     return outcome
-
-
-@contextmanager
-def _workdir(keep: Path | None) -> Any:
-    if keep is not None:
-        yield keep.resolve()
-    else:
-        with tempfile.TemporaryDirectory(prefix="bcg-dsa-rehearsal-") as folder:
-            yield Path(folder)
 
 
 # ---------------------------------------------------------------------- one server
@@ -172,11 +161,9 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
         start = time.monotonic()
         _send(outcome, server, done, say)
         done.traffic_seconds = time.monotonic() - start
-        states = server.server_info()["internal_states"]
-        done.states = sorted(
-            (s[STATE_KEY] for s in states if STATE_KEY in s), key=lambda s: (s["rank"]["dp"], s["rank"]["tp"])
-        )
-        done.rows_crossed = [s["deep_ep_gloo"]["rows_sent"] for s in states if "deep_ep_gloo" in s]
+        info = server.server_info()
+        done.states = states_of(info)
+        done.rows_crossed = [s["deep_ep_gloo"]["rows_sent"] for s in info["internal_states"] if "deep_ep_gloo" in s]
         _count_host_lines(server.log(), done)
     return done
 

@@ -321,8 +321,6 @@ SEAMS: tuple[Seam, ...] = (
          ("server_args", "port_args", "gpu_id", "tp_rank")),
         ("bench.replay", Kind.HOOK, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraph.replay",
          "the parts of a replay are timed", ("self",)),
-        ("bench.weights", Kind.HOOK, "sglang.srt.model_loader.weight_utils:initialize_dummy_weights",
-         "dummy weights that do not vanish", ("model",)),
     ),
     *_rows(
         "rules",

@@ -269,7 +269,9 @@ def test_the_mask_of_padded_rows_counts_this_rank_s_real_rows(
 
     registry = slots()
     runner = SimpleNamespace(buffer_registry=registry, require_mlp_tp_gather=split, require_attn_tp_gather=False)
-    batch = SimpleNamespace(num_token_non_padded_cpu=real, _original_forward_mode=mode and ForwardMode[mode])
+    batch = SimpleNamespace(
+        num_token_non_padded_cpu=real, forward_mode=ForwardMode.EXTEND, _original_forward_mode=mode and ForwardMode[mode]
+    )
     feature(tp, rank).on_load_batch(SimpleNamespace(input_ids=torch.zeros(32)), runner, batch)
     assert registry.get_slot("num_token_non_padded").buffer.tolist() == [expected]
 

@@ -37,15 +37,13 @@ from sglang_bcg_dsa.metadata import Contract, Policy
 PADDING_SLOT = 0
 """KV slot that no request gets; the host pads ``out_cache_loc`` with it."""
 
-_EQUAL = frozenset({"page_size"})
-_REBIND = frozenset({
+POLICIES = {"page_size": Policy.EQUAL, **dict.fromkeys((
     "cache_seqlens_int32", "max_seq_len_q", "max_seq_len_k", "cu_seqlens_q", "cu_seqlens_k", "page_table_1",
     "real_page_table", "dsa_cache_seqlens_int32", "dsa_cu_seqlens_q", "dsa_cu_seqlens_k", "dsa_extend_seq_lens_list",
     "dsa_seqlens_expanded", "dsa_max_seqlen_q", "flashmla_metadata", "paged_mqa_schedule_metadata",
     "paged_mqa_ctx_lens_2d", "topk_v2_plan", "seq_lens_sum", "page_table_1_flattened", "topk_indices_offset",
     "indexer_k_start_end", "indexer_seq_lens_cpu", "indexer_seq_lens", "token_to_batch_idx",
-})  # fmt: skip
-POLICIES = {**dict.fromkeys(_EQUAL, Policy.EQUAL), **dict.fromkeys(_REBIND, Policy.REBIND)}
+), Policy.REBIND)}  # fmt: skip
 """Policy of each field of the host's ``DSAMetadata`` under prefill graphs."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from sglang_bcg_dsa.config import Config
 from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.hooks import hookimpl
+from sglang_bcg_dsa.hostfacts import is_idle
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
@@ -147,7 +148,7 @@ class AttentionFeature:
         split, rank = 1, 0
         if runner.require_mlp_tp_gather or runner.require_attn_tp_gather:
             split, rank = self._parallel().attn_tp_size, self._parallel().attn_tp_rank
-        real = 0 if _made_up(forward_batch) else forward_batch.num_token_non_padded_cpu
+        real = 0 if is_idle(forward_batch) else forward_batch.num_token_non_padded_cpu
         share = len(result.input_ids) // split
         registry.get_slot("num_token_non_padded").buffer.fill_(local_tokens(real, share, rank))
 
@@ -156,7 +157,3 @@ def local_tokens(real: int, share: int, rank: int) -> int:
     """How many of ``real`` tokens lie in the rows of attention-TP rank ``rank``, each having ``share`` rows."""
     return min(max(real - share * rank, 0), share)
 
-
-def _made_up(forward_batch: Any) -> bool:
-    original = forward_batch._original_forward_mode
-    return original is not None and bool(original.is_idle())

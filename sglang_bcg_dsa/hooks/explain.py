@@ -143,6 +143,12 @@ class ExplainFeature:
         )
 
 
+def states_of(server_info: dict[str, Any]) -> list[dict[str, Any]]:
+    """Our entries in an answer of ``/server_info``, by rank; empty where the plugin is not active."""
+    found = [state[STATE_KEY] for state in server_info["internal_states"] if STATE_KEY in state]
+    return sorted(found, key=lambda state: (state["rank"]["dp"], state["rank"]["tp"]))
+
+
 def _has_no_graphs(model_runner: Any) -> bool:
     """Whether eager prefills of this model bypass the forward-time check."""
     return not hasattr(model_runner.prefill_cuda_graph_runner, "capture_num_tokens")

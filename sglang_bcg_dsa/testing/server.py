@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -243,6 +244,17 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def working_folder(keep: Path | None, prefix: str) -> Iterator[Path]:
+    """A folder for servers' logs: ``keep``, which is made and stays, or a temporary one."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
 
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the forked child should do as little as it can
