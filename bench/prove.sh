@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that is claimed of GPUs, one step after the other, on a machine with two: about 15 minutes with warm kernels.
+# Everything that is claimed of GPUs, one step after the other, on a machine with two: about 20 minutes with warm kernels.
 #
 #   bench/prove.sh OUT          # OUT: folder for results and logs; SGLang, deep_ep and this package are installed
 #
@@ -15,7 +15,7 @@ model=(--model-path "$out/shape" --load-format dummy --grammar-backend none --di
        --dsa-decode-backend flashmla_sparse --watchdog-timeout 900)
 serve=("${model[@]}" --skip-tokenizer-init --max-running-requests 64 --mem-fraction-static 0.5)
 ladder=(--cuda-graph-bs-prefill 64 256 512 1024)
-two=(--tp 2 --dp 2 --enable-dp-attention --moe-a2a-backend deepep --chunked-prefill-size 2048)
+two=(--tp 2 --dp 2 --enable-dp-attention --moe-a2a-backend deepep --chunked-prefill-size 4096)
 failed=()
 
 step() {  # NAME SECONDS COMMAND...: its output goes to OUT/NAME.txt
@@ -33,9 +33,8 @@ step speed 400 bench --tokens 64,256,512,1024,2500 --save "$out/speed.json" \
 step ladder 400 bench --tokens 64,1024 --save "$out/ladder.json" -- "${model[@]}" "${two[@]}" --chunked-prefill-size 4096 \
     --mem-fraction-static 0.55 --max-running-requests 16 --plugins bcg_dsa
 step auto 500 compare --requests 100 --keep "$out/auto" -- "${serve[@]}" "${two[@]}" "${ladder[@]}" --deepep-mode auto
-step normal 300 compare --requests 100 --keep "$out/normal" --eager "$out/auto/eager.json" -- "${serve[@]}" "${two[@]}" \
-    "${ladder[@]}" --deepep-mode normal
-step one 400 compare --requests 100 --keep "$out/one" -- "${serve[@]}" "${ladder[@]}" --chunked-prefill-size 1024
+step normal 500 compare --requests 100 --keep "$out/normal" -- "${serve[@]}" "${two[@]}" "${ladder[@]}" --deepep-mode normal
+step one 400 compare --requests 100 --keep "$out/one" -- "${serve[@]}" "${ladder[@]}" --chunked-prefill-size 2048
 
 echo "failed: ${failed[*]:-none}"
 [ ${#failed[@]} -eq 0 ]

@@ -108,8 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--requests", type=int, default=100, help="requests in each round (default 100)")
     compare.add_argument("--seed", type=int, default=7, help="seed of the traffic (default 7)")
     compare.add_argument("--start-timeout", type=float, default=900.0, help="seconds for a server to start (default 900)")
-    compare.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs and the eager answers there")
-    compare.add_argument("--eager", type=Path, metavar="FILE", help="eager.json of an earlier run, instead of an eager server")
+    compare.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs and answers there")
     compare.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
     compare.set_defaults(run=_compare)
 
@@ -238,7 +237,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     host_args = [word for word in args.host_args if word != "--"]
     try:
-        options = Options(args.requests, args.seed, args.start_timeout, args.keep, args.eager)
+        options = Options(args.requests, args.seed, args.start_timeout, args.keep)
         parse(host_args)
     except ValueError as error:
         print(f"sglang-bcg-dsa compare: {error}", file=sys.stderr)

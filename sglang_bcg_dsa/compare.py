@@ -1,12 +1,17 @@
-"""The real server on this machine's devices: the same traffic with prefill graphs, eager, and eager again.
+"""The real server on this machine's devices: the same traffic with prefill graphs and eager.
 
 Contract: starts SGLang's own server with the caller's arguments, once with this plugin's graphs and
-once without prefill graphs, and sends both the same seeded traffic over HTTP. On a GPU an answer
+once without prefill graphs, and sends both the same seeded traffic over HTTP, in two ways.
+
+*Alone*, one request after the other: what is computed is then known exactly. On a GPU an answer
 depends on how many rows it was computed with, because kernels round by the row count, and a graph
-runs the rows of its bucket. How much that is, the eager server itself shows: it gets the traffic
-twice, the second time each request in company of one that fills its bucket. Graphs pass if they
-differ from eager no more than eager differs from itself, replay at least ``MIN_COVERAGE`` of the
-prefills that graphs could serve, and nothing hangs. Whatever happens, no process is left behind.
+runs the rows of its bucket. So the eager server gets each request in company of one that fills the
+bucket, twice. Where eager gives the same both times, graphs must give that bit for bit.
+
+*Together*, as clients do: no two runs group requests into the same batches, and one rank's batch
+sets the bucket of all. Here graphs may differ from eager as far as eager, in company of random
+size, differs from itself; at least ``MIN_COVERAGE`` of the prefills that graphs could serve replay;
+nothing hangs. Whatever happens, no process is left behind.
 
 What it does not show: speed. See ``bench``.
 """
@@ -18,16 +23,15 @@ import os
 import random
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_bcg_dsa import traffic
 from sglang_bcg_dsa.activate import host_name
-from sglang_bcg_dsa.buckets import bucket_for
+from sglang_bcg_dsa.buckets import align_up, bucket_for
 from sglang_bcg_dsa.hooks.explain import states_of
 from sglang_bcg_dsa.testing import weights
 from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server, working_folder
@@ -35,20 +39,45 @@ from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle
 Say = Callable[[str], None]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """Generated tokens and their log-probabilities."""
-Answers = dict[tuple[int, ...], Answer]
-"""By prompt."""
+Prompt = tuple[int, ...]
+Answers = dict[Prompt, Answer]
 
 MIN_COVERAGE = 0.95
 MARGIN = 1.5
 """Differences of two samples of one distribution: the larger may exceed the smaller by this factor."""
 NEW_TOKENS = 2
 """One from the prefill, one from a decode that reads what the prefill stored."""
+_SHOWN = 5
 _VOCABULARY = 2000
 """Token ids are drawn below it; every model has them."""
 _REQUEST_SECONDS = 300.0
 _OUTSIDE = frozenset({"above_ladder", "not_prefill"})
 """Reasons of prefills that no ladder would help: too large, or beside a rank that decodes (SGLang has no
 graph for such a step with an all-to-all)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server's batches are made by: ``chunk`` tokens at most, in pages of ``page``, padded to ``ladder``."""
+
+    ladder: tuple[int, ...]
+    chunk: int
+    page: int
+
+    def company(self, extend: int) -> int | None:
+        """Tokens that fill the bucket of a prompt's last chunk, ``extend`` of its tokens not being cached.
+
+        0 where none are needed, or no bucket is large enough. None where the scheduler would not put them
+        into one batch, or an earlier chunk is padded as well.
+        """
+        last = extend if extend <= self.chunk else extend % self.chunk or self.chunk
+        if extend > self.chunk and bucket_for(self.chunk, self.ladder) not in (None, self.chunk):
+            return None
+        bucket = bucket_for(last, self.ladder)
+        if bucket is None or bucket == last:
+            return 0
+        # The scheduler's budget counts whole pages.
+        return bucket - last if align_up(last, self.page) + align_up(bucket - last, self.page) <= self.chunk else None
 
 
 @dataclass(frozen=True)
@@ -74,16 +103,12 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class Options:
-    """``requests`` of each round; ``seed`` of traffic; ``start_timeout`` seconds (a first start compiles kernels).
-
-    ``eager``: the ``eager.json`` that an earlier run of the same traffic kept, instead of a server.
-    """
+    """``requests`` of each round; ``seed`` of traffic; ``start_timeout`` seconds (a first start compiles kernels)."""
 
     requests: int = 100
     seed: int = 7
     start_timeout: float = 900.0
     keep: Path | None = None
-    eager: Path | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= 100_000:
@@ -103,6 +128,16 @@ class Differences:
 
 
 @dataclass
+class Alone:
+    """Requests sent alone. ``comparable``: eager had the bucket's rows, and gave the same twice."""
+
+    comparable: int
+    equal: int
+    unequal: list[str]
+    """The first few that differ: tokens, cached tokens, and by how much."""
+
+
+@dataclass
 class Outcome:
     """``problems`` empty: all is well."""
 
@@ -115,8 +150,8 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     graphs: Differences | None = None
     eager: Differences | None = None
-    equal: int | None = None
-    """Requests whose answer with graphs is bit for bit that of one of the eager rounds."""
+    """Requests sent together: graphs against eager, eager against itself."""
+    alone: Alone | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -136,45 +171,35 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
 
         try:
             with _timed(outcome, "graphs"), running_server(spec(*plugin), workdir, "graphs") as server:
-                waves = _look(outcome, server, options)
+                limits, waves = _look(outcome, server, options)
                 say(f"up with graphs: {outcome.ranks} ranks, ladder {outcome.ladder}; sending {options.requests} requests")
-                graphs = _send(server, waves, outcome.ranks)
+                graphs = _together(server, waves, outcome.ranks)
+                say("sending the same, one by one")
+                alone = _alone(server, waves, outcome.ranks)
                 outcome.states = states_of(server.server_info())
             judge(outcome)
             say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %")
-            signature = [_flag(host_args, "--model-path"), outcome.ranks, zlib.crc32(repr(waves).encode())]
-            if options.eager is not None:
-                eager, again = _reuse(options.eager, signature)
-            else:
-                with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
-                    say("up eager; sending the same, twice")
-                    eager = _send(server, waves, outcome.ranks)
-                    server.flush_cache()
-                    again = _send(server, waves, outcome.ranks, company=Company(options.seed, outcome.ladder))
-                _keep(workdir / "eager.json", signature, eager, again)
+            with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
+                say("up eager; sending the same, in company")
+                chance = Chance(options.seed, limits.ladder)
+                eager = _together(server, waves, outcome.ranks)
+                again = _together(server, waves, outcome.ranks, chance)
+                filled = {prompt: limits.company(len(prompt) - got.cached) for prompt, got in alone.items()}
+                rounds = [_alone(server, waves, outcome.ranks, chance, filled) for _ in range(2)]
         except (ServerDied, OSError, RuntimeError) as error:
             outcome.problems.append(f"a server failed (--keep DIR keeps its whole log): {error}")
             return outcome
+        if options.keep is not None:
+            _keep(workdir / "answers.json", graphs=graphs, eager=eager, again=again)
+            _keep(workdir / "alone.json", graphs=alone, eager=rounds[0], again=rounds[1])
     outcome.graphs, outcome.eager = differences(graphs, eager), differences(again, eager)
-    outcome.equal = sum(answer in (eager[prompt], again[prompt]) for prompt, answer in graphs.items())
+    outcome.alone = exact(alone, rounds[0], rounds[1], filled)
     judge(outcome)
     return outcome
 
 
-def _keep(path: Path, signature: list[Any], *rounds: Answers) -> None:
-    kept = [[[list(prompt), list(ids), list(logs)] for prompt, (ids, logs) in answers.items()] for answers in rounds]
-    path.write_text(json.dumps({"signature": signature, "rounds": kept}))
-
-
-def _reuse(path: Path, signature: list[Any]) -> tuple[Answers, Answers]:
-    """Both eager rounds of an earlier run. Raises RuntimeError where the traffic was another."""
-    kept = json.loads(path.read_text())
-    if kept["signature"] != signature:
-        raise RuntimeError(
-            f"{path} holds answers of another model, or to other traffic: {kept['signature']}, this is {signature}"
-        )
-    eager, again = ({tuple(p): (tuple(ids), tuple(logs)) for p, ids, logs in answers} for answers in kept["rounds"])
-    return eager, again
+def _keep(path: Path, **rounds: Mapping[Prompt, tuple[Any, ...]]) -> None:
+    path.write_text(json.dumps({name: [[p, *a] for p, a in answers.items()] for name, answers in rounds.items()}))
 
 
 class _timed:
@@ -200,8 +225,8 @@ def _flag(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traffic.Wave]:
-    """Ranks, ladder and chunk of a running server, and traffic made for them."""
+def _look(outcome: Outcome, server: ServerHandle, options: Options) -> tuple[Limits, list[traffic.Wave]]:
+    """Ranks and limits of a running server, and traffic made for them."""
     info = server.server_info()
     states = states_of(info)
     if not states:
@@ -210,46 +235,103 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> list[traf
     outcome.ladder = tuple(sorted(int(bucket) for bucket in states[0]["capture"]))
     if not outcome.ladder:
         raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
-    chunk = int(info["chunked_prefill_size"])
-    return traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, chunk, _VOCABULARY)
+    limits = Limits(outcome.ladder, int(info["chunked_prefill_size"]), int(info["page_size"]))
+    return limits, traffic.waves(options.seed, options.requests, outcome.ranks, limits.ladder, limits.chunk, _VOCABULARY)
 
 
-class Company:
-    """Makes the prompt that a request is batched with: as long as fills the request's bucket, else a few tokens."""
+class Chance:
+    """Makes prompts that requests are batched with."""
 
     def __init__(self, seed: int, ladder: Sequence[int]) -> None:
         self._random, self._ladder = random.Random(seed), ladder
 
-    def to(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Company for ``prompt``."""
-        bucket = bucket_for(len(prompt), self._ladder)
-        length = (bucket or 0) - len(prompt)
-        return tuple(self._random.randrange(5, _VOCABULARY) for _ in range(length if length > 0 else self._random.randint(1, 8)))
+    def prompt(self, length: int) -> Prompt:
+        """``length`` tokens that no cache holds."""
+        return tuple(self._random.randrange(5, _VOCABULARY) for _ in range(length))
+
+    def company(self, tokens: int) -> Prompt:
+        """Company for a prompt of ``tokens``: up to some bucket that holds it, as other requests and ranks bring it there."""
+        above = [bucket - tokens for bucket in self._ladder if bucket > tokens]
+        return self.prompt(self._random.choice(above) if above else self._random.randint(1, 8))
 
 
-def _send(
-    server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, *, company: Company | None = None
-) -> Answers:
-    """All waves, one after the other; answers by prompt. With ``company`` each request comes with another."""
+def _send(server: ServerHandle, prompts: Sequence[Prompt], new_tokens: int, target: dict[str, int]) -> dict[str, Any]:
+    """Send prompts in one HTTP call, so that the scheduler has all before it makes a batch; the first one's answer."""
+    return server.generate_batch(prompts, new_tokens, return_logprob=True, timeout=_REQUEST_SECONDS, **target)[0]
+
+
+def _target(number: int, ranks: int) -> dict[str, int]:
+    return {"data_parallel_rank": number % ranks} if ranks > 1 else {}
+
+
+def _together(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, chance: Chance | None = None) -> Answers:
+    """All waves, one after the other, on an empty cache. With ``chance`` each request comes with another."""
+    server.flush_cache()
     answers: Answers = {}
     number = 0
 
-    def one(prompt: tuple[int, ...], rank: int, other: tuple[int, ...] | None) -> Answer:
-        target = {"data_parallel_rank": rank} if ranks > 1 else {}
-        # One HTTP call, so that the scheduler has both before it makes a batch.
-        got = server.generate_batch(
-            [prompt] if other is None else [prompt, other], NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS, **target
-        )[0]
+    def one(prompts: Sequence[Prompt], target: dict[str, int]) -> Answer:
+        got = _send(server, prompts, NEW_TOKENS, target)
         return tuple(got["output_ids"]), tuple(logprobs(got))
 
     with ThreadPoolExecutor(max_workers=4 * ranks) as pool:
         for wave in waves:
             pending = []
             for prompt in wave.prompts:
-                pending.append((prompt, pool.submit(one, prompt, number % ranks, company.to(prompt) if company else None)))
+                sent = [prompt] if chance is None else [prompt, chance.company(len(prompt))]
+                pending.append((prompt, pool.submit(one, sent, _target(number, ranks))))
                 number += 1
             answers.update((prompt, answer.result()) for prompt, answer in pending)
     return answers
+
+
+class Single(NamedTuple):
+    """The one token of a request that was sent alone, its log-probability, and how much of its prompt was cached."""
+
+    token: int
+    logprob: float
+    cached: int
+
+
+def _alone(
+    server: ServerHandle,
+    waves: Sequence[traffic.Wave],
+    ranks: int,
+    chance: Chance | None = None,
+    filled: Mapping[Prompt, int | None] | None = None,
+) -> dict[Prompt, Single]:
+    """All prompts, one after the other, on an empty cache, each in company of as many tokens as ``filled`` says."""
+    server.flush_cache()
+    answers: dict[Prompt, Single] = {}
+    for number, prompt in enumerate(prompt for wave in waves for prompt in wave.prompts):
+        company = filled[prompt] if filled else None
+        sent = [prompt, chance.prompt(company)] if chance and company else [prompt]
+        got = _send(server, sent, 1, _target(number, ranks))
+        answers[prompt] = Single(got["output_ids"][0], logprobs(got)[0], int(got["meta_info"]["cached_tokens"]))
+    return answers
+
+
+def exact(
+    graphs: Mapping[Prompt, Single],
+    eager: Mapping[Prompt, Single],
+    again: Mapping[Prompt, Single],
+    filled: Mapping[Prompt, int | None],
+) -> Alone:
+    """Compare requests that were computed with the same rows, bit for bit."""
+    found = Alone(0, 0, [])
+    for prompt, got in graphs.items():
+        expected = eager[prompt]
+        if filled[prompt] is None or expected != again[prompt]:
+            continue
+        found.comparable += 1
+        if got == expected:
+            found.equal += 1
+        elif len(found.unequal) < _SHOWN:
+            found.unequal.append(
+                f"{len(prompt)} tokens ({got.cached} cached with graphs, {expected.cached} eager): token {got.token} against "
+                f"{expected.token}, log-probability {got.logprob:.5g} against {expected.logprob:.5g}"
+            )
+    return found
 
 
 def differences(one: Answers, other: Answers) -> Differences:
@@ -287,19 +369,30 @@ def judge(outcome: Outcome) -> None:
             f"{graphs.tokens} of {outcome.requests} requests have other tokens with graphs; eager against itself "
             f"{itself.tokens}"
         )
-    for name in ("median", "p90"):
-        found, spread = getattr(graphs, name), getattr(itself, name)
-        if not found <= MARGIN * spread:
-            outcome.problems.append(
-                f"log-probabilities with graphs differ by {found:.3g} ({name}), eager from itself by {spread:.3g}"
-            )
+    if not graphs.p90 <= MARGIN * itself.p90:
+        outcome.problems.append(
+            f"log-probabilities with graphs differ by {graphs.p90:.3g} (90 %), eager from itself by {itself.p90:.3g}"
+        )
+    if (alone := outcome.alone) is None:
+        return
+    if alone.unequal:
+        outcome.problems.append(
+            f"{alone.comparable - alone.equal} of {alone.comparable} requests sent alone have another answer with graphs than "
+            f"eager with the same rows: {'; '.join(alone.unequal)}"
+        )
+    if 2 * alone.comparable < outcome.requests:
+        outcome.problems.append(
+            f"only {alone.comparable} of {outcome.requests} requests could be computed with the same rows eagerly, and "
+            "gave the same twice: raise --chunked-prefill-size above the largest bucket"
+        )
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """The outcome in builtin types."""
     return {
-        **{name: value for name, value in vars(outcome).items() if name not in ("graphs", "eager")},
+        **{name: value for name, value in vars(outcome).items() if name not in ("graphs", "eager", "alone")},
         "graphs": outcome.graphs and vars(outcome.graphs),
         "eager": outcome.eager and vars(outcome.eager),
+        "alone": outcome.alone and vars(outcome.alone),
         "ladder": list(outcome.ladder),
     }

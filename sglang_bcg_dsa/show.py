@@ -230,17 +230,18 @@ def comparison(outcome: Comparison) -> None:
         why = ", ".join(f"{name} {times}" for name, times in state["reasons"].items()) or "-"
         table.add_row(f"DP{state['rank']['dp']}", str(state["prefill"]["replay"]), str(state["prefill"]["eager"]), why)
     out.print(table)
-    table = _table("\nAnswers against eager", "round", "other tokens", "log-probabilities: median", "90 %", "largest")
+    table = _table("\nSent together, against eager", "round", "other tokens", "log-probabilities: median", "90 %", "largest")
     for name, found in (("graphs", outcome.graphs), ("eager, in company", outcome.eager)):
         if found is not None:
             table.add_row(name, str(found.tokens), f"{found.median:.3g}", f"{found.p90:.3g}", f"{found.largest:.3g}")
     out.print(table)
-    if outcome.equal is not None:
-        out.print(f"\n{outcome.equal} of {outcome.requests} answers with graphs are bit for bit those of an eager round.")
+    if (alone := outcome.alone) is not None:
+        out.print(f"\nSent alone, eager with as many rows: {alone.equal} of {alone.comparable} equal bit for bit "
+                  f"({outcome.requests - alone.comparable} not comparable).")  # fmt: skip
     if outcome.coverage is not None:
         seconds = ", ".join(f"{name} {taken:.0f} s" for name, taken in outcome.seconds.items())
         out.print(f"\nCoverage of the prefills that graphs could serve: {100 * outcome.coverage:.1f} % ({seconds})")
     for problem in outcome.problems:
         out.print(Text(problem, style="red"))
     if not outcome.problems:
-        out.print(Text("Graphs differ from eager no more than eager from itself.", style="green"))
+        out.print(Text("Graphs answer as eager does.", style="green"))
