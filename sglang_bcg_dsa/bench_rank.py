@@ -17,7 +17,7 @@ import functools
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,11 +57,20 @@ def main(server_args: Any, port_args: Any, options: Any, rank: int, results: Any
     _report(results, rank, "graphs", bench.has_graphs)
     _report(results, rank, "ladder", bench.ladder)
     _report(results, rank, "capture", captures.summary())
-    _report(results, rank, "check", [bench.check(lengths) for lengths in options.check])
-    _report(results, rank, "time", [bench.time(tokens) for tokens in options.tokens])
+    parts: list[tuple[str, Callable[[Any], Any], Sequence[Any]]] = [
+        ("check", bench.check, options.check), ("time", bench.time, options.tokens)
+    ]  # fmt: skip
     if bench.has_graphs:
-        _report(results, rank, "split", [bench.split(tokens, splits) for tokens in options.tokens])
-        _report(results, rank, "profile", [bench.profile(tokens) for tokens in options.profile])
+        parts += [("split", functools.partial(bench.split, times=splits), options.tokens)]
+        if bench.refreshes:
+            parts += [("refresh", bench.refresh, options.tokens)]
+        parts += [("profile", bench.profile, options.profile)]
+    for name, measure, cases in parts:
+        found: list[Any] = []
+        for case in cases:
+            found.append(measure(case))
+            # All so far: a run that is cut keeps it.
+            _report(results, rank, name, list(found))
     _report(results, rank, DONE, None)
     bench.barrier()
 
@@ -170,6 +179,8 @@ class Bench:
         self._flag = seams.field("forward.verdict")
         self._options = options
         self._dp_rank = int(resolve(seams["parallel"])().attn_dp_rank)
+        self.refreshes = getattr(runner.attn_backend, "selects_in_breaks", False)
+        """Whether our backend refreshes captured metadata in the place of the host's."""
 
     # ------------------------------------------------------------------ one forward
 
@@ -262,6 +273,57 @@ class Bench:
                 self.forward(batch, graphs=True)
                 self._torch.cuda.synchronize()
         return {"tokens": tokens, "parts": times.parts(self._options.repeats)}
+
+    def refresh(self, tokens: int) -> dict[str, Any]:
+        """Milliseconds that bring captured metadata to the values of a batch, as the host does it and as we do, in turns.
+
+        Both from the same batch, from the call to the last kernel's end. ``syncs``: whether ours waited for the device.
+        """
+        torch, backend = self._torch, self._runner.attn_backend
+        base: Any = type(backend).__mro__[1]
+        batch = self.batch((tokens,))
+        calls: list[Any] = []
+        prepare = backend.prepare_forward_metadata_for_breakable_cuda_graph_replay
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            calls.append((args, kwargs))
+            prepare(*args, **kwargs)
+
+        backend.prepare_forward_metadata_for_breakable_cuda_graph_replay = note
+        try:
+            self.forward(batch, graphs=True)
+        finally:
+            del backend.prepare_forward_metadata_for_breakable_cuda_graph_replay
+        ((captured, live), static), *_ = calls
+        host_captured = base.init_forward_metadata_for_breakable_cuda_graph_capture(backend, *static.values())
+        refreshes: dict[str, Callable[[], None]] = {
+            "host": functools.partial(
+                base.prepare_forward_metadata_for_breakable_cuda_graph_replay, backend, host_captured, live, **static
+            ),
+            "plugin": functools.partial(prepare, captured, live, **static),
+        }
+        found: dict[str, Any] = {"tokens": tokens, "syncs": False}
+        samples: dict[str, list[float]] = {name: [] for name in refreshes}
+        for _ in range(BLOCKS):
+            for name, run in refreshes.items():
+                for turn in range(WARMUPS + self._options.repeats):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    run()
+                    torch.cuda.synchronize()
+                    if turn >= WARMUPS:
+                        samples[name].append((time.perf_counter() - start) * 1e3)
+        found.update({name: _spread(values) for name, values in samples.items()})
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            refreshes["plugin"]()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            found["syncs"] = True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return {**found, "ratio": found["plugin"]["median"] / found["host"]["median"]}
 
     def profile(self, tokens: int) -> dict[str, Any]:
         """The functions that take most of the processor's time in a replay, on this rank: calls and own milliseconds."""

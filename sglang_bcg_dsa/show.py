@@ -194,6 +194,13 @@ def bench(measured: dict[str, Any]) -> None:
             for name, part in row["parts"].items():
                 table.add_row(str(row["tokens"]), name, f"{part['calls']:.0f}", f"{part['gpu_ms']:.2f}", f"{part['cpu_ms']:.2f}")
         out.print(table)
+    if measured.get("refresh"):
+        table = _table("\nRefresh of captured metadata for one replay, ms, rank 0", "tokens", "SGLang's", "the plugin's", "ratio",
+                       "waits")  # fmt: skip
+        for row in measured["refresh"]:
+            table.add_row(str(row["tokens"]), _milliseconds(row["host"]), _milliseconds(row["plugin"]), f"{row['ratio']:.2f}",
+                          "yes" if row["syncs"] else "no")  # fmt: skip
+        out.print(table)
     for row in measured.get("profile", ()):
         table = _table(f"\nPython in a replay of {row['tokens']} tokens, rank 0 (per replay, slowed by the profiler)",
                        "function", "calls", "own ms", "all ms")  # fmt: skip
