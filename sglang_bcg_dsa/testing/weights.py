@@ -31,25 +31,30 @@ def _share(module: torch.nn.Module) -> tuple[int, ...]:
     return ranks if shard is None else (*ranks, int(shard.org_vocab_start_index))
 
 
-_FP8_BLOCK = 128
-"""Columns that share a scale in DeepSeek's FP8 checkpoints."""
+def _columns(module: torch.nn.Module, scale: str) -> int:
+    """Inputs of the matrix that ``scale`` belongs to; two FP4 values share a byte."""
+    weight: torch.Tensor = getattr(module, scale.removesuffix("_scale_inv"))
+    return weight.shape[-1] * (1 if weight.is_floating_point() else 2)
 
 
 def seed_weights(model: torch.nn.Module, *_: Any, seed: int = 7, **__: Any) -> None:
-    """Fill ``model``'s floating-point parameters; the host function's other arguments go unused.
+    """Fill ``model``'s parameters; the host function's other arguments go unused.
 
-    FP8 weights get values of order one and their block scales carry the rest of the range.
+    FP8 and packed FP4 weights get values of order one and their block scales carry the rest of the range. Wider
+    integers are tables of indices (DeepSeek-V4's hash routing): the host's own, valid values stay.
     """
     with torch.no_grad():
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if not parameter.is_floating_point():
-                    continue
                 key = f"{seed}/{path}.{name}/{_share(module)}"
                 generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(key.encode()))
+                if parameter.dtype == torch.int8:
+                    parameter.random_(-128, 128, generator=generator)
+                if not parameter.is_floating_point():
+                    continue
                 noise = torch.rand(parameter.shape, generator=generator, device=parameter.device) - 0.5
                 if name.endswith("scale_inv"):
-                    noise = (1 + 0.2 * noise) / (parameter.shape[-1] * _FP8_BLOCK) ** 0.5
+                    noise = (1 + 0.2 * noise) / _columns(module, name) ** 0.5
                 elif parameter.element_size() == 1:
                     noise *= 4
                 elif parameter.dim() >= 2:
