@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sglang_bcg_dsa import __version__
 from sglang_bcg_dsa.bench_rank import DONE, main
@@ -33,18 +33,25 @@ class BenchFailed(RuntimeError):
         self.measured = measured
 
 
+class Case(NamedTuple):
+    """New tokens of each request of a batch, after a cached prefix of ``prefix`` tokens of its own."""
+
+    lengths: tuple[int, ...]
+    prefix: int = 0
+
+
 @dataclass(frozen=True)
 class Options:
     """What to measure.
 
-    ``tokens``: prefill tokens of each rank, one request each, to time. ``check``: lengths of the
-    requests of each batch whose logits are compared. ``profile``: tokens of replays to profile with
+    ``tokens``: prefill tokens of each rank, one request each, to time. ``check``: the batches whose
+    logits are compared. ``profile``: tokens of replays to profile with
     Python's profiler, which slows them. ``weights``: "seeded" (do not vanish in
     rounding) or "host" (the checkpoint's, or SGLang's dummies).
     """
 
     tokens: tuple[int, ...] = (64, 256, 512, 1024)
-    check: tuple[tuple[int, ...], ...] = ()
+    check: tuple[Case, ...] = ()
     profile: tuple[int, ...] = ()
     repeats: int = 20
     weights: str = "seeded"
@@ -53,8 +60,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:
             raise ValueError(f"--tokens {','.join(map(str, self.tokens))}: expected token counts of at least 1")
-        if any(not lengths or min(lengths) < 1 for lengths in self.check):
-            raise ValueError("--check: expected request lengths of at least 1, as in 100+28+7")
+        if any(not case.lengths or min(case.lengths) < 1 or case.prefix < 0 for case in self.check):
+            raise ValueError("--check: expected request lengths of at least 1, as in 100+28+7 or, after a cached prefix, 2000/64")
         if self.repeats < 2:
             raise ValueError(f"--repeats {self.repeats}: expected at least 2, for a median")
 

@@ -184,18 +184,30 @@ class Bench:
 
     # ------------------------------------------------------------------ one forward
 
-    def batch(self, lengths: tuple[int, ...]) -> Any:
-        """A prefill of requests of these lengths, seeded by rank; the pools are emptied before."""
+    def batch(self, lengths: tuple[int, ...], prefix: int = 0) -> Any:
+        """A prefill of requests of these lengths, seeded by rank; the pools are emptied before.
+
+        The first ``prefix`` tokens of each are run before, eagerly and one request at a time, so that the cache
+        holds the same whatever the batch.
+        """
         import numpy
         from sglang.benchmark import one_batch
 
         self._runner.req_to_token_pool.clear()
         self._runner.token_to_kv_pool_allocator.clear()
         draw = numpy.random.default_rng([self._options.seed, self._dp_rank])
+        ids = [draw.integers(0, _VOCABULARY, prefix + n, dtype=numpy.int64) for n in lengths]
         requests = one_batch.prepare_synthetic_inputs_for_latency_test(
-            len(lengths), 0, [draw.integers(0, _VOCABULARY, n, dtype=numpy.int64) for n in lengths]
+            len(lengths), 0, [tokens[:prefix] if prefix else tokens for tokens in ids]
         )
         recorder = _Recorder(self._runner)
+        if prefix:
+            for request in requests:
+                one_batch.extend([request], recorder)
+                self.forward(recorder.batch, graphs=False)
+            one_batch.prepare_extend_inputs_for_correctness_test(
+                SimpleNamespace(cut_len=prefix), [tokens.tolist() for tokens in ids], requests, self._runner
+            )
         one_batch.extend(requests, recorder)
         return recorder.batch
 
@@ -223,12 +235,13 @@ class Bench:
 
     # ------------------------------------------------------------------ measurements
 
-    def check(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+    def check(self, case: Any) -> dict[str, Any]:
         """Logits with graphs against eager, and eager against itself, on the same inputs."""
-        batch = self.batch(lengths)
+        lengths, prefix = case
+        batch = self.batch(lengths, prefix)
         first = self.forward(batch, graphs=False).float()
         again = self.forward(batch, graphs=False).float()
-        found: dict[str, Any] = {"lengths": list(lengths), "spread": self._worst(first, again)}
+        found: dict[str, Any] = {"lengths": list(lengths), "prefix": prefix, "spread": self._worst(first, again)}
         found["eager_tokens_differ"] = self._differing(first, again)
         found["scale"] = float(first.std())
         if self.has_graphs:
@@ -239,7 +252,7 @@ class Bench:
             # request has the graph's; it also shows what batching alone changes.
             filler = (bucket_for(sum(lengths), self.ladder) or 0) - sum(lengths)
             if filler > 0:
-                full = self.forward(self.batch((*lengths, filler)), graphs=False).float()[: len(lengths)]
+                full = self.forward(self.batch((*lengths, filler), prefix), graphs=False).float()[: len(lengths)]
                 found["batching"] = self._worst(first, full)
                 found["difference_full"] = self._worst(graph, full)
         return found

@@ -15,10 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_bcg_dsa import __version__, environment
 from sglang_bcg_dsa.errors import StartupError
+
+if TYPE_CHECKING:
+    from sglang_bcg_dsa.bench import Case
 
 OK, WRONG, BAD_INPUT, UNNOTICED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -88,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", default="64,256,512,1024", help="tokens a rank to time (default 64,256,512,1024)")
     bench.add_argument(
         "--check", default="", metavar="LENGTHS",
-        help="batches whose logits are compared first: lengths of requests, as in 64,100+28,1000 (default: --tokens)",
+        help="batches whose logits are compared first: new tokens of requests, as in 64,100+28,2000/50; 2000/ stands for a "
+        "cached prefix (default: --tokens)",
     )  # fmt: skip
     bench.add_argument("--profile", default="", metavar="TOKENS", help="profile replays of these sizes, as in 64,1024")
     bench.add_argument("--repeats", type=int, default=20, help="measured forwards in a block (default 20)")
@@ -159,6 +163,14 @@ def _counts(option: str, text: str, between: str = ",") -> tuple[int, ...]:
         raise ValueError(f"{option} {text}: expected whole numbers with {between!r} between them") from None
 
 
+def _case(text: str) -> Case:
+    """A batch of ``--check``."""
+    from sglang_bcg_dsa.bench import Case
+
+    prefix, slash, lengths = text.rpartition("/")
+    return Case(_counts("--check", lengths, "+"), sum(_counts("--check", prefix, "+")) if slash else 0)
+
+
 def _rehearse(args: argparse.Namespace) -> int:
     if (status := _without_host("rehearse")) is not None:
         return status
@@ -197,13 +209,13 @@ def _bench(args: argparse.Namespace) -> int:
         return OK
     if (status := _without_host("bench")) is not None:
         return status
-    from sglang_bcg_dsa.bench import BenchFailed, Options, parse, run
+    from sglang_bcg_dsa.bench import BenchFailed, Case, Options, parse, run
 
     host_args = [word for word in args.host_args if word != "--"]
     try:
         tokens, profile = _counts("--tokens", args.tokens), _counts("--profile", args.profile)
-        check = tuple(_counts("--check", batch, "+") for batch in args.check.split(",") if batch)
-        options = Options(tokens, check or tuple((n,) for n in tokens), profile, args.repeats, args.weights)
+        check = tuple(_case(batch) for batch in args.check.split(",") if batch)
+        options = Options(tokens, check or tuple(Case((n,)) for n in tokens), profile, args.repeats, args.weights)
         if args.save is not None and not args.save.absolute().parent.is_dir():
             raise ValueError(f"--save {args.save}: there is no such folder")
         parse(host_args)

@@ -177,7 +177,8 @@ def bench(measured: dict[str, Any]) -> None:
         for case in measured["check"]:
             differences = (f"{case[name]:.3g}" if name in case else "-" for name in names)
             tokens = f"{case['eager_tokens_differ']} eager, {case.get('tokens_differ', '-')} graphs"
-            table.add_row("+".join(map(str, case["lengths"])), f"{case['scale']:.3g}", *differences, tokens)
+            requests = (f"{case['prefix']}/" if case.get("prefix") else "") + "+".join(map(str, case["lengths"]))
+            table.add_row(requests, f"{case['scale']:.3g}", *differences, tokens)
         out.print(table)
     table = _table("\nOne prefill forward, slowest rank: median (10 % .. 90 %) in ms", "tokens a rank", "eager GPU", "graphs GPU",
                    "ratio", "eager wall", "graphs wall", "ratio")  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_bcg_dsa import cli, show
-from sglang_bcg_dsa.bench import BenchFailed, Options, _arriving
+from sglang_bcg_dsa.bench import BenchFailed, Case, Options, _arriving
 from sglang_bcg_dsa.bench_rank import DONE
 from tests.conftest import ROOT, Run
 
@@ -24,7 +24,8 @@ from tests.conftest import ROOT, Run
     [
         ({"tokens": ()}, "--tokens"),
         ({"tokens": (0, 4)}, "at least 1"),
-        ({"check": ((3, 0),)}, "request lengths"),
+        ({"check": (Case((3, 0)),)}, "request lengths"),
+        ({"check": (Case((3,), -1),)}, "request lengths"),
         ({"repeats": 1}, "for a median"),
     ],
 )
@@ -151,6 +152,8 @@ def test_kept_measurements_can_be_shown_without_a_gpu(name: str, capsys: pytest.
         (["compare", "--"], "no arguments for SGLang"),
         (["bench", "--tokens", "a,b", "--", "--model-path", "x"], "--tokens a,b: expected whole numbers"),
         (["bench", "--check", "3+", "--", "--model-path", "x"], "--check 3+: expected whole numbers"),
+        (["bench", "--check", "/3", "--", "--model-path", "x"], "--check : expected whole numbers"),
+        (["bench", "--check", "8/", "--", "--model-path", "x"], "--check : expected whole numbers"),
         (["bench", "--profile", "x", "--", "--model-path", "x"], "--profile x"),
         (["bench", "--save", "/none/x.json", "--", "--model-path", "x"], "no such folder"),
         (["bench", "--show", "/none.json"], "no file of bench --save"),
