@@ -213,10 +213,11 @@ def bench(measured: dict[str, Any]) -> None:
         out.print(
             f"\nCapture of {len(capture['buckets'])} buckets: {capture['seconds']:.1f} s, {capture['bytes'] / 2**30:.2f} GiB, "
             f"of which torch's allocator {capture['torch_bytes'] / 2**30:.2f} GiB"
+            + (f", for graphs alone {capture['graph_bytes'] / 2**30:.2f} GiB" if "graph_bytes" in capture else "")
         )
-        table = _table("", "bucket", "seconds", "GiB", "torch GiB")
+        table = _table("", "bucket", "seconds", "GiB", "torch GiB", "graphs GiB")
         for row in capture["buckets"]:
-            gibibytes = (f"{row[k] / 2**30:.3f}" for k in ("bytes", "torch_bytes"))
+            gibibytes = (f"{row[k] / 2**30:.3f}" if k in row else "-" for k in ("bytes", "torch_bytes", "graph_bytes"))
             table.add_row(str(row["bucket"]), f"{row['seconds']:.2f}", *gibibytes)
         out.print(table)
 
