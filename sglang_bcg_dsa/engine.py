@@ -18,6 +18,10 @@ import torch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
 
+host_break: Callable[[Callable[..., None]], Callable[..., None]] = breakable_cuda_graph.eager_on_graph(True)
+"""The host's own kind of break. It keeps the addresses of its tensors, not the tensors: right for what the
+segment before writes at each replay, at no cost in memory."""
+
 
 class HostCapture:
     """One ``BreakableCUDAGraphCapture`` of the host, as :class:`sglang_bcg_dsa.breaks.Capture`."""
@@ -42,6 +46,11 @@ def current_capture() -> HostCapture | None:
     """The host's capture with a segment open on this thread; None outside captures and inside any break, whoever's."""
     capture = breakable_cuda_graph._current_capture_var.get()
     return None if capture is None or capture._current_graph is None else HostCapture(capture)
+
+
+def capturing() -> bool:
+    """Whether a breakable graph is being captured on this thread, in a segment or in a break."""
+    return breakable_cuda_graph._current_capture_var.get() is not None
 
 
 def in_breakable_region() -> bool:

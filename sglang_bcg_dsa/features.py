@@ -16,7 +16,7 @@ from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.seams import SeamSet
 
 _SHARED: dict[str, tuple[str, ...]] = {
-    "attention": ("engine", "parallel"),
+    "attention": ("engine", "parallel", "dsv4"),
     "moe": ("engine", "parallel"),
     "vote": ("parallel",),
     "explain": ("parallel",),

@@ -12,7 +12,8 @@ Contract: every field of a metadata dataclass has one of four policies.
 
 A field without a policy stops at construction, so a host release that adds a field is found at
 start. :meth:`Contract.refresh` checks everything before it writes anything, copies with one
-multi-tensor launch per dtype, and never reads a tensor's values on the host.
+multi-tensor launch per dtype, and never reads a tensor's values on the host. A named tuple may be
+nested in a dataclass; its fields cannot be rebound.
 
 Not promised: that a policy is right. A field declared ``REBIND`` that a captured kernel reads goes
 stale; the tape (``sglang_bcg_dsa.testing``) shows that as a wrong result on a CPU.
@@ -40,13 +41,11 @@ class Policy(enum.Enum):
 
 
 class Contract:
-    """The policies of one metadata dataclass; a nested dataclass has a Contract for its policy."""
+    """The policies of one metadata class; a nested dataclass or named tuple has a Contract for its policy."""
 
     def __init__(self, cls: type, policies: Mapping[str, Policy | Contract]) -> None:
         """Raises MetadataError unless ``policies`` names exactly the fields of ``cls``."""
-        if not dataclasses.is_dataclass(cls):
-            raise MetadataError(f"{cls.__qualname__} is not a dataclass; the contract needs declared fields")
-        fields = {field.name for field in dataclasses.fields(cls)}
+        fields = fields_of(cls)
         if unclassified := sorted(fields - policies.keys()):
             raise MetadataError(
                 f"{cls.__qualname__}.{unclassified[0]} has no policy"
@@ -55,6 +54,8 @@ class Contract:
             )
         if unknown := sorted(policies.keys() - fields):
             raise MetadataError(f"{cls.__qualname__} has no field {unknown[0]}; remove its policy")
+        if issubclass(cls, tuple) and Policy.REBIND in policies.values():
+            raise MetadataError(f"{cls.__qualname__} is a tuple: its fields cannot be rebound, rebind the whole")
         self.cls = cls
         self._policies = dict(policies)
 
@@ -76,6 +77,14 @@ class Contract:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         for owner, name, value in rebinds:
             setattr(owner, name, value)
+
+    def release(self, captured: Any) -> None:
+        """Let go of what was rebound: a batch's tables need not wait for the next replay of their bucket."""
+        for name, policy in self._policies.items():
+            if policy is Policy.REBIND:
+                setattr(captured, name, None)
+            elif isinstance(policy, Contract) and getattr(captured, name) is not None:
+                policy.release(getattr(captured, name))
 
     def _plan(
         self,
@@ -110,6 +119,15 @@ class Contract:
                 _check_copy(where, old, new)
                 if old.data_ptr() != new.data_ptr():
                     copies.append((old, new))
+
+
+def fields_of(cls: type) -> frozenset[str]:
+    """Names of the fields of a dataclass or named tuple. Raises MetadataError for another class."""
+    if dataclasses.is_dataclass(cls):
+        return frozenset(field.name for field in dataclasses.fields(cls))
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return frozenset(cls._fields)
+    raise MetadataError(f"{cls.__qualname__} is not a dataclass; the contract needs declared fields")
 
 
 def _check_copy(where: str, old: Any, new: Any) -> None:

@@ -21,8 +21,12 @@ _DP = "sglang.srt.managers.scheduler_components.dp_attn"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _FORWARD = "sglang.srt.model_executor.forward_batch_info"
 _BCG = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+_CONTEXT = "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager"
 _MOE = "sglang.srt.layers.moe.ep_moe.layer"
 _ATTENTION = "sglang.srt.layers.attention"
+_DSV4 = f"{_ATTENTION}.deepseek_v4_backend"
+_POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool"
+_DSV4_MODEL = "sglang.srt.models.deepseek_v4"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:DeepseekMLAForwardMixin"
 _ARGS = "sglang.srt.server_args:ServerArgs"
 _GROUPS = "sglang.srt.arg_groups"
@@ -42,8 +46,9 @@ _FIELDS = {
     "exec_:ExecOverlap": ("enable_two_batch_overlap", "enable_single_batch_overlap"),
     "parallel:Parallel": ("tp_size", "pp_size", "dcp_size", "attn_cp_size", "enable_prefill_cp"),
     "lora:Lora": ("enable_lora", "lora_paths"),
-    "schedule:Schedule": ("max_total_tokens",),
+    "schedule:Schedule": ("max_total_tokens", "mem_fraction_static"),
     "disagg:Disagg": ("disaggregation_mode",),
+    "device:Device": ("device",),
 }  # fmt: skip
 """Arguments the rules read, by the class that declares them from 0.5.20 on; before, ServerArgs does."""
 
@@ -117,6 +122,7 @@ _NO_REASONS = "SGLang's vote carries reasons and its forward-time check reports 
 _NO_COUNTS = "SGLang reports coverage, reasons and buckets of prefill graphs"
 _NO_AUDIT = "SGLang compares its ranks' configuration and stops on a contradicted verdict"
 _NO_DSA = "SGLang keeps what its graphs read and captures DSA attention itself"
+_NO_DSV4 = "SGLang's DSV4 graphs hold no scores and no tables of the full context"
 _RUNNER = f"{_PREFILL}:PrefillCudaGraphRunner"
 
 SEAMS: tuple[Seam, ...] = (
@@ -259,8 +265,7 @@ SEAMS: tuple[Seam, ...] = (
          "a matrix product leaves the attention break with it", ("self", "forward_batch")),
         ("attention.inline", Kind.CALL, "sglang.srt.layers.radix_attention:force_eager_attention",
          "the host's own way to call attention without a break"),
-        ("attention.context", Kind.CALL,
-         "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager:get_tc_piecewise_forward_context",
+        ("attention.context", Kind.CALL, f"{_CONTEXT}:get_tc_piecewise_forward_context",
          "the live batch of a break"),
         ("attention.backend", Kind.CALL, "sglang.srt.model_executor.forward_context:get_attn_backend",
          "the attention backend of the running forward"),
@@ -275,6 +280,81 @@ SEAMS: tuple[Seam, ...] = (
         ("attention.gathers", Kind.ATTRIBUTE, f"{_RUNNER}.require_attn_tp_gather",
          "whether rows are split over attention-TP ranks"),
         unless="attention.native",
+    ),
+    *_rows(
+        "dsv4",
+        _NO_DSV4,
+        ("dsv4.register", Kind.CALL, f"{_ATTENTION}.attention_registry:register_attention_backend",
+         "the DSV4 backend is registered anew", ("name",)),
+        ("dsv4.create", Kind.CALL, f"{_ATTENTION}.attention_registry:create_dsv4_backend",
+         "the host's own choice of a backend, kept where it is not the one we subclass", ("runner",)),
+        ("dsv4.backend", Kind.VALUE, f"{_DSV4}:DeepseekV4AttnBackend", "the backend we subclass"),
+        ("dsv4.built", Kind.HOOK, f"{_RUNNER}.__init__", "the registry's choice is verified", ("self", "model_runner")),
+        *(
+            (f"dsv4.{name}", Kind.VALUE, path, "its fields have declared policies")
+            for name, path in (("metadata", f"{_DSV4}:DSV4Metadata"), ("core", f"{_DSV4}:DSV4AttnMetadata"),
+                               ("plan", f"{_ATTENTION}.dsv4.compressor_v2:CompressorPrefillPlan"))
+        ),
+        ("dsv4.online", Kind.CALL, f"{_ATTENTION}.dsv4.compressor_v2:_use_online_compress",
+         "whether C128 is planned on the host", ("compress_ratio",)),
+        *(
+            (f"dsv4.{name}", Kind.CALL, f"{owner}.{name}", why, params)
+            for owner, name, why, params in (
+                (f"{_DSV4}:DeepseekV4AttnBackend", "init_forward_metadata_for_breakable_cuda_graph_capture",
+                 "builds what a graph captures", ("forward_batch",)),
+                (f"{_DSV4}:DeepseekV4AttnBackend", "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+                 "refreshes it for a live batch", ("capture_metadata", "forward_batch", "static_forward_batch")),
+                (f"{_DSV4}:DeepseekV4AttnBackend", "_build_forward_metadata", "builds metadata at a given width",
+                 ("forward_batch", "max_seq_len_override", "use_prefill_cuda_graph")),
+                (f"{_DSV4}:DeepseekV4AttnBackend", "init_forward_metadata_indexer",
+                 "the selection's schedules are made for the real rows", ("core_attn_metadata", "use_prefill_cuda_graph")),
+                (f"{_ATTENTION}.dsv4.indexer:C4IndexerBackendMixin", "forward_c4_indexer",
+                 "projects in the segment, scores and selects in the break",
+                 ("x", "q_lora", "c4_indexer", "forward_batch", "alt_streams", "enable_multi_stream", "q_lora_ready",
+                  "skip_compressor")),
+                (f"{_ATTENTION}.dsv4.indexer:C4IndexerBackendMixin", "_forward_prepare_normal",
+                 "the projection; in the break it gives what the segment projected",
+                 ("x", "q_lora", "c4_indexer", "positions", "forward_batch", "skip_compressor")),
+                (f"{_ATTENTION}.dsv4.indexer:C4IndexerBackendMixin", "_forward_prepare_multi_stream",
+                 "the same projection, on side streams",
+                 ("x", "q_lora", "c4_indexer", "positions", "forward_batch", "alt_streams", "q_lora_ready")),
+                (f"{_ATTENTION}.dsv4.compressor_v2:CompressorBackendMixin", "forward_unified",
+                 "compresses in the break what is planned on the host",
+                 ("x", "forward_batch", "layer_id", "compressor")),
+            )
+        ),
+        ("dsv4.compress", Kind.ATTRIBUTE, f"{_DSV4}:DeepseekV4AttnBackend.forward_core_compressor",
+         "compresses in the break what is planned on the host"),
+        ("dsv4.attend", Kind.VALUE, f"{_DSV4_MODEL}:bcg_deepseek_v4_attention_with_output",
+         "a layer's break, wrapped: it also selects, and defines the rows below the real ones"),
+        ("dsv4.body", Kind.CALL, f"{_DSV4_MODEL}:deepseek_v4_attention_with_output", "the attention inside that break",
+         ("query", "key_value", "output", "layer_id", "compress_ratio", "attn_sink", "save_kv_cache")),
+        ("dsv4.real_tokens", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.global_num_token_non_padded_cpu",
+         "real tokens of a batch", (), "0.5.23"),
+        ("dsv4.real_tokens", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.num_token_non_padded_cpu",
+         "real tokens of a batch", (), "0.5.16"),
+        ("dsv4.context", Kind.CALL, f"{_CONTEXT}:get_tc_piecewise_forward_context",
+         "the live batch of a break"),
+        ("dsv4.current", Kind.CALL, "sglang.srt.model_executor.forward_context:get_attn_backend",
+         "the attention backend of the running forward"),
+        *(
+            (f"dsv4.pool.{name}", Kind.ATTRIBUTE, f"{_POOL}.{name}", why)
+            for name, why in (
+                ("translate_loc_from_full_to_swa", "the window's targets, once a forward instead of once a layer"),
+                ("wait_layer_transfer", "a cache that is filled layer by layer is waited for before a replay"),
+            )
+        ),
+        *(
+            (f"dsv4.pool.{name}", Kind.ATTRIBUTE, f"sglang.srt.mem_cache.memory_pool:KVCache.{name}",
+             "which layers of a cache are waited for")
+            for name in ("layer_transfer_counter", "start_layer", "layer_num")
+        ),
+        ("dsv4.budget", Kind.HOOK, f"{_ATTENTION}.dsv4.metadata:PagedIndexerMetadata._mqa_logits_budget",
+         "scores are made in chunks of rows in a break too", ("self",), "0.5.23", True),
+        ("dsv4.budget.asked", Kind.CALL, f"{_ATTENTION}.mqa_logits_utils:mqa_logits_needs_budget_check",
+         "whether so many scores need a budget", ("num_rows", "num_cols"), "0.5.23", True),
+        ("dsv4.budget.bytes", Kind.CALL, f"{_ATTENTION}.mqa_logits_utils:mqa_logits_static_budget_bytes",
+         "the budget, without asking the device", ("device_index",), "0.5.23", True),
     ),
     *_rows(
         "moe",
@@ -343,6 +423,10 @@ SEAMS: tuple[Seam, ...] = (
          ("server_args",), "0.5.23", True),
         ("rules.align", Kind.HOOK, f"{_ARGS}._apply_deepep_adjustments",
          "aligns buckets too early: done at the end instead", ("self",), "0.5.17", True),
+        ("rules.reserve", Kind.HOOK, f"{_GROUPS}.memory_hook:reserve_for_graph_mb",
+         "memory set aside for graphs, to which DSV4's are added", ("server_args",), "0.5.23", True),
+        ("rules.capacity", Kind.CALL, "sglang.srt.utils.common:get_device_memory_capacity",
+         "memory of a device, which DSV4's graphs have to fit in", ("device",)),
         ("rules.reserve", Kind.HOOK, f"{_ARGS}.reserve_for_graph_mb",
          "memory set aside for graphs, to which DeepEP's break is added", ("self",), "0.5.16", True),
         ("rules.memory", Kind.HOOK, f"{_SETUP}:should_skip_auto_prefill_cuda_graph_for_memory",
@@ -384,6 +468,7 @@ SEAMS: tuple[Seam, ...] = (
          "the model's configuration", ("server_args",), "0.5.23"),
         ("rules.model", Kind.CALL, f"{_ARGS}.get_model_config", "the model's configuration", (), "0.5.16"),
         ("rules.is_dsa", Kind.CALL, f"{_MODEL}:is_deepseek_dsa", "whether the rules speak for the model", ("config",)),
+        ("rules.is_dsv4", Kind.CALL, f"{_MODEL}:is_deepseek_v4", "whether the model has the DSV4 attention backend", ("config",)),
         ("rules.architectures", Kind.VALUE, f"{_MODEL}:AttentionArch", "whether the model has latent attention"),
         *(
             (f"rules.model.{name}", Kind.ATTRIBUTE, f"{_MODEL}:ModelConfig.{name}", "a fact of the rules")
@@ -416,6 +501,8 @@ SEAMS: tuple[Seam, ...] = (
          "the graph that takes the break"),
         ("engine.breaks", Kind.ATTRIBUTE, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraph._break_fns",
          "the list of breaks, in order"),
+        ("engine.host_break", Kind.CALL, f"{_BCG}.breakable_cuda_graph:eager_on_graph", "the host's own kind of break",
+         ("enable",)),
         ("engine.region", Kind.CALL, f"{_BCG}.context:is_in_breakable_cuda_graph",
          "whether the running forward is warmed up, captured or replayed as a breakable graph"),
     ),

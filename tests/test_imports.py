@@ -12,14 +12,15 @@ from tests.conftest import PACKAGE, ROOT
 # Lower may not import higher. Modules of one level may not import each other, but for the listed exceptions.
 LEVELS: list[set[str]] = [
     {"errors", "source"},
-    {"environment", "buckets", "reasons", "config", "exchange", "progress", "breaks", "metadata", "traffic"},
+    {"environment", "buckets", "reasons", "config", "exchange", "progress", "breaks", "metadata", "traffic",
+     "memory"},
     {"predicate", "rules", "seams", "rollcall", "engine", "stopping"},
     {"vote"},
     {"records", "installer", "hostfacts"},
     {"hooks", "backends"},
     {"features", "flags", "ledger"},
     {"hooks.specs"},
-    {"hooks.manager", "backends.deepep", "backends.dsa"},
+    {"hooks.manager", "backends.deepep", "backends.dsa", "backends.dsv4"},
     {"hooks.vote", "hooks.explain", "hooks.audit", "hooks.moe", "hooks.attention", "hooks.rules"},
     {"activate"},
     {"entry", "doctor", "testing"},
@@ -95,7 +96,8 @@ def test_the_host_and_torch_are_imported_where_they_may_be(path: Path) -> None:
     at_import = {name.partition(".")[0] for name, now in imports(path) if now}
     if me != "testing":
         assert "sglang" not in at_import or me == "engine"
-        assert "torch" not in at_import or me in {"breaks", "engine", "metadata", "backends.deepep", "backends.dsa"}
+        tensors = {"breaks", "engine", "metadata", "backends.deepep", "backends.dsa", "backends.dsv4"}
+        assert "torch" not in at_import or me in tensors
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

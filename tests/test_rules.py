@@ -165,6 +165,11 @@ LADDERS: dict[str, tuple[list[str], Any]] = {
     ),
     "sixteen ranks share a bucket": (["--tp", "16", *DEEPEP, "--cuda-graph-bs-prefill", "8", "40"], [16, 48]),
 }
+DSV4 = {
+    "default": [], "deepep": [*DEEPEP, *DP], "listed": ["--cuda-graph-bs-prefill", "512", "2048"],
+    "short": ["--mem-fraction-static", "0.985"], "short, chosen": ["--mem-fraction-static", "0.985", *EXPLICIT],
+    "nothing fits": ["--mem-fraction-static", "0.99999"], "overlap": ["--enable-two-batch-overlap", *DEEPEP],
+}  # fmt: skip
 OFF_BY = {
     "your arguments": ["--disable-prefill-cuda-graph"],
     "--disaggregation-mode decode|apply_cuda_graph_disaggregation_roles": ["--disaggregation-mode", "decode"],
@@ -199,11 +204,23 @@ class Resolved:
                   for name, more in SINGLES.items() for explicit in (False, True)}  # fmt: skip
         cases |= {("ladder", name): [*dsa, *more, *EXPLICIT] for name, (more, _) in LADDERS.items()}
         cases |= {("off", name): [*dsa, *more] for name, more in OFF_BY.items()}
+        config |= {
+            "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "index_topk": 512, "index_head_dim": 128,
+            "index_n_heads": 64, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+            "qk_rope_head_dim": 64, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4], "hc_mult": 4, "hc_eps": 1e-6,
+            "hc_sinkhorn_iters": 4, "num_hash_layers": 1, "o_lora_rank": 32, "o_groups": 8, "sliding_window": 128,
+            "scoring_func": "sqrtsoftplus", "max_position_embeddings": 2**20, "compress_rope_theta": 40000.0,
+        }  # fmt: skip
+        (folder / "dsv4").mkdir()
+        (folder / "dsv4/config.json").write_text(json.dumps(config))
+        v4 = ["--model-path", str(folder / "dsv4"), "--tp", "8"]
+        cases |= {("dsv4", name): [*v4, *more] for name, more in DSV4.items()}
         cases["nothing", ""] = ["--model-path", "dummy"]
         cases["decode", "breakable"] = [*dsa, *DEEPEP, "--cuda-graph-backend-decode", "breakable"]
-        (folder / "off.toml").write_text("[vote]\nenabled = false\n[moe]\nenabled = false\n")
+        (folder / "off.toml").write_text("".join(f"[{name}]\nenabled = false\n" for name in ("vote", "moe", "attention")))
         switched = {(name, explicit): [*dsa, *more, *(EXPLICIT if explicit else [])]
                     for name, more in SWITCHED_OFF.items() for explicit in (False, True)}  # fmt: skip
+        switched["dsv4", "default"] = v4
         saver = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
         on = {"SGLANG_BCG_DSA": "1", **saver}
         columns = {
@@ -380,6 +397,37 @@ def test_memory_for_the_break_is_set_aside_and_shown(resolved: Resolved) -> None
     want = "MB set aside for graphs: SGLang 2560, DeepEP's pool and first touch 1024, staging buffers for 256 tokens 7"
     assert lines == [f"sglang-bcg-dsa: {2560 + 1024 + 7} {want}"]
     assert host["mem"] - mine["mem"] == pytest.approx(1031 / (141 * 1024), abs=0.001)
+
+
+def test_dsv4_graphs_are_on_and_their_memory_is_set_aside(resolved: Resolved) -> None:
+    """SGLang switches them off on every release; with the plugin they are on, and the static share leaves them room."""
+    for name in ("default", "deepep", "listed"):
+        mine, host = resolved("dsv4", name), resolved("dsv4", name, column="host")
+        assert (mine["backend"], host["backend"]) == ("breakable", "disabled"), (name, mine)
+        assert mine["mem"] < host["mem"]
+        assert any("set aside for DSV4 graphs" in line for line in mine["log"])
+    assert all(size % 8 == 0 for size in resolved("dsv4", "deepep")["bs"])
+    assert resolved("dsv4", "listed")["bs"] == [512, 2048]
+    assert resolved("dsv4", "overlap")["log"][-1].endswith("off, by rule two_batch_overlap")
+
+
+def test_dsv4_graphs_without_room_say_what_would_fit(resolved: Resolved) -> None:
+    """Off by default, an error on demand: what they want, what is missing, which ladder or context would fit."""
+    default, chosen = resolved("dsv4", "short"), resolved("dsv4", "short, chosen")
+    assert default["backend"] == "disabled"
+    assert default["log"][-1].endswith("prefill graphs: off, by its memory estimate")
+    assert chosen["status"] == 2, chosen
+    for text in ("\n".join(default["log"]), chosen["error"]):
+        assert "are missing; --cuda-graph-max-bs-prefill " in text
+        assert " or --context-length " in text
+        assert "a lower --mem-fraction-static would fit" in text
+    nothing = "\n".join(resolved("dsv4", "nothing fits")["log"])
+    assert "are missing; a lower --mem-fraction-static would fit" in nothing
+
+
+def test_dsv4_without_our_attention_is_left_to_sglang(resolved: Resolved) -> None:
+    """Its own graphs would pin scores of the full context: they stay off where SGLang has them off."""
+    assert resolved("dsv4", "default", column="off")["backend"] == "disabled"
 
 
 # ---------------------------------------------------------------------- the ranks

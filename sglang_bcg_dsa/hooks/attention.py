@@ -1,9 +1,10 @@
-"""Builtin feature ``attention``: DSA prefill graphs, and what captured kernels read of a batch.
+"""Builtin feature ``attention``: DSA and DSV4 prefill graphs, and what captured kernels read of a batch.
 
-Contract: models with DeepSeek sparse attention get a subclass of the host's backend from the
-registry, under both its names; see :mod:`sglang_bcg_dsa.backends.dsa`. For every model, the tensors
-of a captured batch live as long as the graphs that read them, and the count of real tokens that
-masks padded rows is this rank's.
+Contract: DeepSeek-V4 gets a subclass of the host's backend from the registry, on every host; see
+:mod:`sglang_bcg_dsa.backends.dsv4`. Where the host drops what its graphs read (before 0.5.17), so do
+models with DeepSeek sparse attention, under both names of their backend; see
+:mod:`sglang_bcg_dsa.backends.dsa`. There, for every model, the tensors of a captured batch live as
+long as the graphs that read them, and the count of real tokens that masks padded rows is this rank's.
 """
 
 from __future__ import annotations
@@ -35,17 +36,25 @@ class AttentionFeature:
     @hookimpl
     def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
         if "attention.native" in seams:
-            return Feature(self.name, State.NATIVE, "SGLang accepts prefixes and keeps what its graphs read")
+            return Feature(self.name, State.EXTENDED, "DSV4 graphs hold no scores and no wide tables; DSA is left to SGLang")
         return Feature(self.name, State.SUPPLIED, "SGLang drops what its graphs read; DSA attention joins the graphs")
 
     @hookimpl
     def bcg_install(self, config: Config, seams: SeamSet, reasons: ReasonTable, installer: Installer) -> None:
         self._seams = seams
+        self._parallel = resolve(seams["parallel"])
+        self._attend: Any = None
+        resolve(seams["dsv4.register"])("dsv4")(self.make_dsv4)
+        installer.around("dsv4.attend", self.on_attend)
+        if "dsv4.budget" in seams:
+            installer.around("dsv4.budget", self.on_budget)
+        installer.after("dsv4.built", self.on_dsv4_built)
+        if "attention.native" in seams:
+            return
         self._select: Any = None
         self._class: type | None = None
         self._told = False
         self._kept: list[Any] = []
-        self._parallel = resolve(seams["parallel"])
         register = resolve(seams["attention.register"])
         for name in _NAMES:
             register(name)(self.make_backend)
@@ -75,6 +84,65 @@ class AttentionFeature:
         if type(backend).__name__ == "DeepseekSparseAttnBackend" and not hasattr(backend, "replays_any_prefix"):
             raise StartupError(
                 "the DSA attention backend is SGLang's own: another plugin registered 'dsa' after this one; "
+                "take it out, or set [attention] enabled = false"
+            )
+
+    # ------------------------------------------------------------------ DSV4
+
+    def make_dsv4(self, model_runner: Any) -> Any:
+        """What SGLang's registry calls for a DSV4 model."""
+        from sglang_bcg_dsa.backends import dsv4
+
+        built = resolve(self._seams["dsv4.create"])(model_runner)
+        host = resolve(self._seams["dsv4.backend"])
+        why = "prefills are split over ranks" if self._parallel().attn_cp_size > 1 else dsv4.why_left_alone(built, host)
+        if why is not None:
+            logger.info("sglang-bcg-dsa: DSV4 prefill graphs are left to SGLang: %s", why)
+            return built
+        metadata, core, plan = (resolve(self._seams[f"dsv4.{part}"]) for part in ("metadata", "core", "plan"))
+        online = bool(resolve(self._seams["dsv4.online"])(128))
+        captured = dsv4.contract(metadata, core, plan, online=online)
+        return dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online)(model_runner)
+
+    def on_attend(
+        self, original: Callable[..., None], query: Any, key_value: Any, output: Any, layer_id: int, compress_ratio: int,
+        attn_sink: Any, save_kv_cache: bool,
+    ) -> None:  # fmt: skip
+        """A DSV4 layer's break: ours does what the layer left to it, and defines the padded rows."""
+        from sglang_bcg_dsa.backends import dsv4
+        from sglang_bcg_dsa.engine import host_break
+
+        get_backend = resolve(self._seams["dsv4.current"])
+        backend = get_backend()
+        if not hasattr(backend, "selects_in_breaks"):
+            return original(query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache)
+        if self._attend is None:
+            body = dsv4.Attention(resolve(self._seams["dsv4.body"]), resolve(self._seams["dsv4.context"]), get_backend)
+            self._attend = host_break(body.attend)
+        left = backend.take(layer_id, compress_ratio)
+        self._attend(query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache, **left)
+        return None
+
+    def on_budget(self, original: Callable[..., int | None], metadata: Any, *, num_rows: int) -> int | None:
+        """The bytes that one chunk of scores may take. SGLang has none in a breakable region: it scores in the graph there."""
+        from sglang_bcg_dsa.engine import in_breakable_region
+
+        found = original(metadata, num_rows=num_rows)
+        if found is not None or metadata.use_prefill_cuda_graph or not in_breakable_region():
+            return found
+        device, columns = metadata.compressed_seq_lens.device, metadata.max_compressed_seq_len
+        if device.type != "cuda" or not resolve(self._seams["dsv4.budget.asked"])(num_rows=num_rows, num_cols=columns):
+            return None
+        return int(resolve(self._seams["dsv4.budget.bytes"])(device_index=device.index))
+
+    def on_dsv4_built(self, result: Any, runner: Any, model_runner: Any) -> None:
+        """A prefill runner captured its graphs: the registry must have asked us for the backend."""
+        from sglang_bcg_dsa.backends import dsv4
+
+        backend, host = model_runner.attn_backend, resolve(self._seams["dsv4.backend"])
+        if self._parallel().attn_cp_size == 1 and type(backend) is host and dsv4.why_left_alone(backend, host) is None:
+            raise StartupError(
+                "the DSV4 attention backend is SGLang's own: another plugin registered 'dsv4' after this one; "
                 "take it out, or set [attention] enabled = false"
             )
 

@@ -1,10 +1,11 @@
 """Builtin feature ``rules``: prefill graphs where they are safe, with buckets that fit, and why not elsewhere.
 
 Contract: works on SGLang's arguments while and after they are resolved, in the process that
-resolves them; ranks get the result. By default the rules decide for DSA models (and, where SGLang
-has graphs for them, plain MLA models); what they hit is switched off, with one line in the log.
-Where the user chose ``breakable`` for a DSA or MLA model, SGLang asks nobody: then a hit ends the
-start. Other models are SGLang's business. Whatever the model, breakable graphs end with a valid
+resolves them; ranks get the result. By default the rules decide for DSA models and DeepSeek-V4 (and,
+where SGLang has graphs for them, plain MLA models); what they hit is switched off, with one line in
+the log. Where the user chose ``breakable`` for one of these, SGLang asks nobody: then a hit ends the
+start. DeepSeek-V4, which SGLang switches off for its memory, is asked for memory here instead; see
+:mod:`sglang_bcg_dsa.memory`. Other models are SGLang's business. Whatever the model, breakable graphs end with a valid
 ladder, aligned for DeepEP after the last step that could change it. Plain MLA stays off by default on
 0.5.16: SGLang had it off there and in 0.5.17, and nobody has shown it right on a GPU.
 
@@ -24,6 +25,7 @@ from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.exchange import Missing, publish_and_collect
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.memory import Shape, graph_mb, shortage, tables_mb
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.rollcall import group
@@ -83,7 +85,7 @@ class RulesFeature:
             installer.around("rules.align", self.on_align)
         if "rules.declare" in seams:
             installer.after("rules.declare", self.on_declare)
-        if not self._host.own_break:
+        if "rules.reserve" in seams:
             installer.after("rules.reserve", self.on_reserve)
 
     @hookimpl
@@ -110,10 +112,10 @@ class RulesFeature:
     def on_judge(self, original: Callable[..., None], server_args: Any) -> None:
         """SGLang decides whether breakable graphs stay on by default."""
         model = self._model(server_args)
-        if self._host.own_break or model != "dsa":
+        if model != "dsv4" and (self._host.own_break or model != "dsa"):
             original(server_args)
             self._note(server_args, "SGLang's rules for this model")
-        if model in ("dsa", "mla") and self._backend(server_args) == BREAKABLE:
+        if model != "other" and self._backend(server_args) == BREAKABLE:
             self._off(server_args, hits(self._arguments(server_args)))
 
     def on_a2a(self, original: Callable[..., None], server_args: Any) -> None:
@@ -142,11 +144,19 @@ class RulesFeature:
             self._run.off_by = (self._run.off_by or f"SGLang's step {source.strip('_')}") if off else ""
 
     def on_reserve(self, result: float, server_args: Any) -> float | None:
-        """SGLang's figure of MiB for graphs, plus what DeepEP's break takes."""
+        """SGLang's figure of MiB for graphs, plus what DSV4's graphs take and, where it is ours, DeepEP's break."""
         view = self._view(server_args)
         phase = view.cuda_graph_config.prefill
-        if phase.backend != BREAKABLE or view.moe_a2a_backend != "deepep" or view.disaggregation_mode == "decode":
+        if phase.backend != BREAKABLE or view.disaggregation_mode == "decode":
             return None
+        if self._model(server_args) == "dsv4" and (ladder := [n for n in _sizes(phase) if isinstance(n, int) and n > 0]):
+            shape, context = self._shape(server_args), self._model_config(server_args).context_len
+            own = graph_mb(ladder, shape) + tables_mb(max(ladder), context, shape)
+            logger.info("sglang-bcg-dsa: %.0f MB set aside for DSV4 graphs: buckets up to %d, contexts up to %d tokens",
+                        own, max(ladder), context)  # fmt: skip
+            result += own
+        if self._host.own_break or view.moe_a2a_backend != "deepep":
+            return result
         largest = max((n for n in _sizes(phase) if isinstance(n, int)), default=0) // self._attention_tp(view)
         staging = staging_mb(largest, self._model_config(server_args).hidden_size)
         logger.info(
@@ -169,6 +179,8 @@ class RulesFeature:
             self._off(server_args, against)
         if self._backend(server_args) == BREAKABLE:
             self._ladder(server_args, run)
+        if self._backend(server_args) == BREAKABLE and self._model(server_args) == "dsv4":
+            self._memory(server_args, run)
         view = self._view(server_args)
         if not self._host.own_break and config.decode.backend == BREAKABLE and view.moe_a2a_backend == "deepep":
             raise RuleError(
@@ -210,6 +222,37 @@ class RulesFeature:
                            "; ".join(why) or "ascending, each once")  # fmt: skip
         if after != before or (deepep and phase.max_bs != after[-1]):
             self._write(server_args, bs=after, max_bs=after[-1])
+
+    def _memory(self, server_args: Any, run: Run) -> None:
+        """DSV4 graphs fit beside the static share of memory, or it is said what is missing and what would fit."""
+        view, context = self._view(server_args), self._model_config(server_args).context_len
+        total = resolve(self._seams["rules.capacity"])(view.device)
+        if total is None or view.mem_fraction_static is None:
+            return  # no device is known: nothing to judge by
+        left, ladder = total * (1 - view.mem_fraction_static), _sizes(view.cuda_graph_config.prefill)
+        short = shortage(left, ladder, context, self._shape(server_args))
+        if short is None:
+            return
+        fits = [f"--cuda-graph-max-bs-prefill {short.tokens}"] if short.tokens else []
+        fits += [f"--context-length {short.context}"] if short.context else []
+        message = (
+            f"DeepSeek-V4's prefill graphs want about {short.need:.0f} MB for buckets up to {ladder[-1]} and contexts up to "
+            f"{context} tokens; --mem-fraction-static {view.mem_fraction_static:g} leaves {left:.0f}, {short.missing:.0f} are "
+            f"missing; {' or '.join([*fits, 'a lower --mem-fraction-static'])} would fit, or pass --disable-prefill-cuda-graph"
+        )
+        if run.explicit:
+            raise RuleError(message)
+        self._write(server_args, backend=DISABLED)
+        run.off_by = "its memory estimate"
+        logger.warning("sglang-bcg-dsa: feature rules keeps prefills eager: %s", message)
+
+    def _shape(self, server_args: Any) -> Shape:
+        config = self._model_config(server_args).hf_config
+        heads = -(-config.num_attention_heads // self._attention_tp(self._view(server_args)))
+        return Shape(
+            hidden=config.hidden_size, streams=config.hc_mult, heads=max(heads, 64), index_heads=config.index_n_heads,
+            topk=config.index_topk, chunked="dsv4.budget" in self._seams,
+        )  # fmt: skip
 
     def _off(self, server_args: Any, against: tuple[Rule, ...]) -> None:
         if not against:
@@ -269,8 +312,12 @@ class RulesFeature:
         return resolve(self._seams["rules.model"])(server_args)
 
     def _model(self, server_args: Any) -> str:
-        """``dsa``, ``mla`` or ``other``."""
+        """``dsa``, ``dsv4``, ``mla`` or ``other``: a model whose graphs are SGLang's business."""
         config = self._model_config(server_args)
+        if resolve(self._seams["rules.is_dsv4"])(config.hf_config):
+            # DeepSeek-V4.1 has the same architecture name and other compressors.
+            v41 = config.hf_config.model_type.startswith("deepseek_v41")
+            return "dsv4" if self._states()["features"]["attention"] in _ACTIVE and not v41 else "other"
         if resolve(self._seams["rules.is_dsa"])(config.hf_config):
             return "dsa"
         return "mla" if config.attention_arch is resolve(self._seams["rules.architectures"]).MLA else "other"
