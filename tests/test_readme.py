@@ -97,3 +97,17 @@ def test_the_table_of_speeds_is_what_was_measured() -> None:
         rows.append(f"| {' | '.join(cells)} | {graphs / host:.2f} |")
     assert len(rows) == 5
     assert [line for line in README.splitlines() if line in rows] == rows
+
+
+@pytest.mark.parametrize(
+    ("file", "rows"), [("h200x2-sglang-0.5.16-default-ladder.json", 5), ("h200-dsv4-sglang-0.5.16-plugin.json", 2)]
+)
+def test_other_tables_of_speeds_are_what_was_measured(file: str, rows: int) -> None:
+    """Every number of the tables without another release comes from a file in ``bench/``."""
+    expected = []
+    for row in json.loads((ROOT / "bench" / file).read_text())["time"]:
+        eager, graphs = (row[kind]["gpu_ms"]["median"] for kind in ("eager", "graphs"))
+        wall = row["graphs"]["wall_ms"]["median"] / row["eager"]["wall_ms"]["median"]
+        expected.append(f"| {row['tokens']} | {eager:.1f} ms | {graphs:.1f} ms | {graphs / eager:.2f} | {wall:.2f} |")
+    assert len(expected) == rows
+    assert [line for line in README.splitlines() if line in expected] == expected
