@@ -77,12 +77,13 @@ def plan(config: Config) -> Plan:
     manager = build_manager()
     hooks = manager.hook
     rolls = RollCall(progress)
+    voting = VoteFeature(hooks, progress, rolls)
     builtin = (
         AttentionFeature(),
         MoeFeature(),
-        VoteFeature(hooks, progress, rolls),
+        voting,
         ExplainFeature(hooks, states),
-        AuditFeature(progress, rolls, states),
+        AuditFeature(progress, rolls, states, lambda: voting.runner),
         RulesFeature(states),
     )
     for plugin in builtin:

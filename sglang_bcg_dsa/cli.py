@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--model", default="dsa", help="dense, moe, mla or dsa (default)")
     rehearse.add_argument(
         "--fault", default="", metavar="NAME",
-        help="show that a fault is noticed: disagree, die, stall, no-plugin, skip-break or drop-copy",
+        help="show that a fault is noticed: disagree, die, stall, spin, hang, no-plugin, skip-break or drop-copy",
     )  # fmt: skip
     rehearse.add_argument("--host-only", action="store_true", help="the same without the plugin, for comparison")
     rehearse.add_argument(
@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--seed", type=int, default=7, help="seed of the traffic (default 7)")
     rehearse.add_argument("--config", metavar="FILE", help="the plugin's settings in the rehearsal")
     rehearse.add_argument("--keep", type=Path, metavar="DIR", help="keep the servers' logs there")
+    rehearse.add_argument(
+        "--chaos", type=float, metavar="MINUTES",
+        help="instead: rounds in which one rank is killed, stopped, slowed, made to disagree",
+    )  # fmt: skip
+    rehearse.add_argument(
+        "--layers", action="store_true", help="with --chaos: votes and audit over gloo processes, without a server"
+    )
     rehearse.set_defaults(run=_rehearse)
 
     bench = commands.add_parser("bench", help="prefill forwards on GPUs, eager against graphs: logits, time, memory")
@@ -188,12 +195,34 @@ def _rehearse(args: argparse.Namespace) -> int:
         print(f"sglang-bcg-dsa rehearse: {error}", file=sys.stderr)
         return BAD_INPUT
     load(args.config)
+    if args.chaos is not None:
+        return _chaos(args, options)
     outcome = rehearse(options, show.progress)
     if args.json:
         _print_json(as_json(outcome))
     else:
         show.rehearsal(outcome)
     return {"equal": OK, "failed": WRONG, "unnoticed": UNNOTICED}[outcome.status]
+
+
+def _chaos(args: argparse.Namespace, options: Any) -> int:
+    from sglang_bcg_dsa import chaos, show
+    from sglang_bcg_dsa.testing import layers
+
+    if not 0 < args.chaos <= 1440 or options.fault or options.host_only or options.config:
+        print(
+            f"sglang-bcg-dsa rehearse: --chaos {args.chaos:g}: expected minutes up to 1440, and neither --fault, --host-only "
+            "nor --config, which it chooses itself",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    found = (
+        layers.run(options.ranks, options.seed, args.chaos, show.progress)
+        if args.layers
+        else chaos.run(options, args.chaos, show.progress).as_json()
+    )
+    _print_json(found) if args.json else show.chaos(found)
+    return WRONG if found["problems"] else OK
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 There is one engine, the host's. A break of ours (:mod:`sglang_bcg_dsa.breaks`) attaches to a
 capture of the host's through the calls here, each a row of the seam table. A benchmark looks into a
-replay through :class:`BreakTimes`; nothing else does.
+replay through :class:`BreakTimes`, a stall report through :func:`replay_position`; nothing else does.
 """
 
 # mypy: allow-untyped-calls
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +56,26 @@ def capturing() -> bool:
 def in_breakable_region() -> bool:
     """Whether the running forward is warmed up, captured or replayed as a breakable graph."""
     return bool(is_in_breakable_cuda_graph())
+
+
+def replay_position(frame: FrameType, below: FrameType | None, loop: str) -> str:
+    """Where in a replay a frame of the host's replay loop (``loop``: its qualified name) is; empty for other frames.
+
+    ``below``: the frame it has called. Read from another thread while the loop's own waits somewhere
+    below it. The loop has one whole number among its locals, the segment's; it is in a break if it
+    has called a Python function other than a segment's ``replay``.
+    """
+    if frame.f_code.co_qualname != loop:
+        return ""
+    local = frame.f_locals
+    graph, index = local["self"], next((v for v in local.values() if type(v) is int), None)
+    if index is None:
+        return "at the start of a replay"
+    breaks = graph._break_fns
+    count = f"segment {index + 1} of {len(graph._segments)}"
+    if index < len(breaks) and below is not None and below.f_code.co_name != "replay":
+        return f"{count} replayed, in break {index + 1} of {len(breaks)} ({_break_name(breaks[index])})"
+    return count
 
 
 class BreakTimes:

@@ -20,6 +20,7 @@ _SHARED: dict[str, tuple[str, ...]] = {
     "moe": ("engine", "parallel"),
     "vote": ("parallel",),
     "explain": ("parallel",),
+    "audit": ("parallel",),
 }
 """Groups of seams that belong to no feature of their own, by the feature that uses them."""
 

@@ -39,7 +39,7 @@ FAULTS = (*faults.FAULTS, *TAPE_FAULTS)
 FAULT_RANK = 1
 PASSES = ("graphs", "eager")
 _REQUEST_SECONDS = 60.0
-_FAULT_CONFIG = "[audit]\nexchange_seconds = 5.0\nstall_seconds = 5.0\n"
+FAULT_CONFIG = "[audit]\nexchange_seconds = 5.0\nstall_seconds = 5.0\n"
 
 
 class BadRequest(ValueError):
@@ -151,7 +151,7 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
 def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
     options = outcome.options
     done = Pass(PASSES[0] if graphs else PASSES[1])
-    spec = _spec(options, workdir, graphs)
+    spec = spec_of(options, workdir, graphs)
     what = "with prefill graphs" if graphs else "eager"
     say(f"starting {outcome.host}, {options.ranks} ranks, {what} (about 30 s)")
     start = time.monotonic()
@@ -159,7 +159,7 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
         done.start_seconds = time.monotonic() - start
         say(f"up after {done.start_seconds:.0f} s; sending {options.requests} requests")
         start = time.monotonic()
-        _send(outcome, server, done, say)
+        send(outcome, server, done, say)
         done.traffic_seconds = time.monotonic() - start
         info = server.server_info()
         done.states = states_of(info)
@@ -168,7 +168,8 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
     return done
 
 
-def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
+def spec_of(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
+    """The server of one pass."""
     plugin_args: tuple[str, ...] = ()
     # The grouped top-k of 0.5.16 is compiled at its first call: 12 s on a CPU, in the first request.
     env: dict[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
@@ -186,10 +187,8 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         config = options.config
         if options.fault in faults.FAULTS:
             config = str(workdir / "fault.toml")
-            Path(config).write_text(_FAULT_CONFIG)
-            faults.write_distribution(workdir / "fault")
-            path = (workdir / "fault", *path)
-            env[environment.FAULT] = f"{options.fault}@{FAULT_RANK}"
+            Path(config).write_text(FAULT_CONFIG)
+            path = (inject(env, workdir, options.fault, FAULT_RANK), *path)
         if config is not None:
             plugin_args += ("--bcg-dsa-config", str(Path(config).resolve()))
     return ServerSpec(
@@ -208,10 +207,18 @@ def _spec(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
     )
 
 
-def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
+def inject(env: dict[str, str], workdir: Path, *fault: object) -> Path:
+    """Have a server show a fault (its name, rank and perhaps prefills before); the folder to put first on its path."""
+    env[environment.FAULT] = "@".join(map(str, fault))
+    faults.write_distribution(workdir / "fault")
+    return workdir / "fault"
+
+
+def send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say, watch: Watch | None = None) -> None:
+    """Send all waves; answers go into ``done``. Raises ServerDied when the server ends, with what is known of it."""
     ranks = outcome.options.ranks
     number = 0
-    watch = _Watch(server)
+    watch = watch or Watch(server)
     pool = ThreadPoolExecutor(max_workers=2 * ranks)
     try:
         for index, wave in enumerate(outcome.waves, 1):
@@ -239,12 +246,12 @@ def _send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Watch:
+class Watch:
     """Knows which process is which rank, and tells what ended a server."""
 
     def __init__(self, server: ServerHandle) -> None:
         self._server = server
-        self._ranks = {pid: rank for pid in server.pids() if (rank := _rank_in_title(pid)) is not None}
+        self.ranks: dict[int, int] = {pid: rank for pid in server.pids() if (rank := _rank_in_title(pid)) is not None}
         self._gone: list[int] = []
 
     def wait(self, requests: Sequence[Future[Any]]) -> None:
@@ -261,7 +268,7 @@ class _Watch:
     def _look(self) -> bool:
         alive = set(self._server.pids())
         if not self._gone:
-            self._gone = [rank for pid, rank in self._ranks.items() if pid not in alive]
+            self._gone = [rank for pid, rank in self.ranks.items() if pid not in alive]
         return bool(self._gone) or self._server.process.poll() is not None
 
     def explain(self, error: Exception, began: float, outcome: Outcome) -> ServerDied:
@@ -269,7 +276,7 @@ class _Watch:
         self._look()
         outcome.fault_seconds = time.monotonic() - began
         lines = [f"a request failed: {error}"]
-        if self._gone and len(self._gone) < len(self._ranks):
+        if self._gone and len(self._gone) < len(self.ranks):
             lines.append(f"rank {', '.join(map(str, self._gone))}: its process was the first to be gone")
         return ServerDied("\n".join(lines))
 
@@ -331,7 +338,7 @@ def _compare(outcome: Outcome) -> None:
     graphs, eager = outcome.passes
     for number, (got, wanted) in enumerate(zip(graphs.answers, eager.answers, strict=True)):
         outcome.compared += 1
-        difference = _largest_difference(got[1], wanted[1])
+        difference = largest_difference(got[1], wanted[1])
         outcome.max_difference = max(outcome.max_difference, difference)
         if got[0] != wanted[0]:
             outcome.problems.append(f"request {number}: tokens {got[0]} with graphs, {wanted[0]} eager")
@@ -339,7 +346,7 @@ def _compare(outcome: Outcome) -> None:
             outcome.problems.append(f"request {number}: log-probabilities differ by up to {difference:g}")
 
 
-def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Largest absolute difference; infinite where lengths differ or only one is not a number."""
     if len(one) != len(other):
         return math.inf

@@ -169,7 +169,7 @@ SEAMS: tuple[Seam, ...] = (
             (f"forward.fact.{name}", Kind.ATTRIBUTE, f"{_FORWARD}:ForwardBatch.{name}", "a fact of the predicate")
             for name in ("forward_mode", "input_ids", "input_embeds", "replace_embeds", "extend_prefix_lens_cpu",
                          "capture_hidden_mode", "return_logprob", "global_num_tokens_cpu", "batch_size",
-                         "seq_lens_cpu", "contains_mm_inputs")
+                         "seq_lens_cpu", "contains_mm_inputs", "dp_padding_mode")
         ),
         ("runner.init", Kind.HOOK, f"{_RUNNER}.__init__",
          "what this rank's graphs can serve, read once after capture; draft runners are passed over",
@@ -215,6 +215,19 @@ SEAMS: tuple[Seam, ...] = (
          "ranks compare features and ladder here: all have just left a barrier, none has captured", ("self",)),
         ("scheduler.ready", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.init_dp_attn_adapter",
          "the last step of start-up: every hook is verified here, and ranks without graphs compare", ("self",)),
+        ("scheduler.run", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.run_batch",
+         "a forward begins and ends: the watchdog limits it", ("self", "batch")),
+        ("scheduler.results", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.process_batch_result",
+         "with overlap a forward that hangs on the device is waited for here", ("self", "batch", "result")),
+        ("audit.replay", Kind.CALL, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraph.replay",
+         "its place is read from its stack in a stall report", ("self",)),
+        *(
+            (f"audit.{name}", Kind.ATTRIBUTE, f"{_BCG}.breakable_cuda_graph:BreakableCUDAGraph.{name}",
+             "segments and breaks are counted, and a break named, in a stall report")
+            for name in ("_segments", "_break_fns")
+        ),
+        ("audit.collectives", Kind.VALUE, "sglang.srt.distributed.parallel_state:GroupCoordinator",
+         "a rank in one of its methods is in a collective, says a stall report"),
     ),
     *_rows(
         "attention",

@@ -254,3 +254,16 @@ def comparison(outcome: Comparison) -> None:
         out.print(Text(problem, style="red"))
     if not outcome.problems:
         out.print(Text("Graphs answer as eager does.", style="green"))
+
+
+def chaos(found: dict[str, Any]) -> None:
+    """The report of ``rehearse --chaos``; ``found``: its JSON."""
+    out.print(Text(f"{found['host']}: {found['rounds']} rounds in {found['seconds']:.0f} s, seed {found['seed']}", style="bold"))
+    table = _table("\nRounds", "what happened to a rank", "rounds", "slowest end s")
+    for kind, rounds in sorted(found["kinds"].items()):
+        ends = [r["ended_after_seconds"] for r in found["each"] if r["kind"] == kind and r["ended_after_seconds"] is not None]
+        table.add_row(kind, str(rounds), f"{max(ends):.1f}" if ends else "-")
+    out.print(table)
+    for problem in found["problems"]:
+        out.print(Text(problem, style="red"))
+    out.print(f"\n{len(found['problems'])} problems; {found['answers_compared']} answers compared.")

@@ -1,7 +1,7 @@
 """Ends a rank in a way that ends the server.
 
 Contract: SGLang's scheduler catches ``Exception`` and tells the launching process with SIGQUIT; a
-SystemExit, or a thread, would leave the others waiting. These two do what the scheduler does.
+SystemExit, or a thread, would leave the others waiting. These do what the scheduler does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 from sglang_bcg_dsa.errors import StartupError
@@ -29,6 +30,17 @@ def refuse(message: str) -> StartupError:
 def bring_down() -> None:
     """End the server from a thread, while the main thread may be stuck in a collective."""
     logging.shutdown()
+    _end()
+
+
+def bring_down_within(seconds: float) -> None:
+    """End the server even if what is done until then (asking ranks, writing a report) gets stuck itself."""
+    timer = threading.Timer(seconds, _end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end() -> None:
     _tell_parent()
     time.sleep(1.0)
     os._exit(1)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.dp_attention import DpPaddingMode
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler_components import dp_attn
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -72,7 +73,8 @@ class Rank:
         self.rank = rank
         self.seen = Observer()
         manager = build_manager([("observer", self.seen), *plugins])
-        self.feature = VoteFeature(manager.hook, Progress(), RollCall(Progress()))
+        self.progress = Progress()
+        self.feature = VoteFeature(manager.hook, self.progress, RollCall(self.progress))
         add(manager, "vote", self.feature)
         self.feature.bcg_install(config=Config(), seams=SEAMS, reasons=table or ReasonTable(), installer=Wraps())  # type: ignore[arg-type]
         self.feature._get_parallel = lambda: SimpleNamespace(
@@ -281,8 +283,25 @@ def test_a_split_is_stopped_before_the_collective() -> None:
     with pytest.raises(LockstepError) as caught:
         RANKS[1].decide(forward_batch(64, [64] * 4, True, replace_embeds=torch.zeros(1)))
     text = str(caught.value)
-    for part in ("DP rank 1", "bucket 64", "replace_embeds", "rank 0 yes, 20 tokens", "rank 1 yes, 50 tokens"):
+    step = RANKS[1].progress.step
+    for part in ("DP rank 1, which voted yes (no reasons), may not now: replace_embeds", f"step {step}, bucket 64",
+                 "rank 0 yes, 20 tokens", "rank 1 yes, 50 tokens"):  # fmt: skip
         assert part in text
+
+
+def test_a_rank_that_would_replay_another_bucket_is_stopped() -> None:
+    """S#37561: 8 against 256 hung for 600 s. Where all run one length, another bucket is stopped, with both and the votes."""
+    together(RANKS, [schedule_batch(20), schedule_batch(50), None, None])
+    padded = {"dp_padding_mode": DpPaddingMode.MAX_LEN}
+    assert RANKS[0].decide(forward_batch(64, [64] * 4, True, **padded)) is True
+    with pytest.raises(LockstepError) as caught:
+        RANKS[1].decide(forward_batch(100, [64] * 4, True, **padded))
+    text = str(caught.value)
+    for part in ("DP rank 1", "bucket 64", "would replay bucket 128 for the 100 tokens", "rank 1 yes, 50 tokens"):
+        assert part in text
+    # Ranks that may run their own lengths, or know only their own count, choose their own buckets.
+    assert RANKS[1].decide(forward_batch(100, [20, 100, 0, 0], True, dp_padding_mode=DpPaddingMode.SUM_LEN)) is not None
+    assert RANKS[1].decide(forward_batch(100, [100], True, **padded)) is True
 
 
 def test_the_other_direction_is_no_split() -> None:
@@ -455,6 +474,35 @@ def test_a_vote_over_the_wrong_group_is_an_error() -> None:
         together(ranks, [schedule_batch(20), schedule_batch(20)])
 
 
+PAIRS = tuple(rank // 2 for rank in range(16))
+"""The DP rank of each of 16 ranks, two to a DP rank."""
+
+
+@pytest.mark.parametrize(
+    ("members", "dp_of", "words"),
+    [
+        ([3], (), "rank 3, 1 participants, but there are 8 DP ranks: DP rank 1, 2, 3, 4, 5, 6, 7 would"),
+        (list(range(8)), PAIRS, "8 participants, but there are 8 DP ranks: DP rank 4, 5, 6, 7 would"),
+        (list(range(0, 16, 2)), PAIRS, None),
+        (list(range(8)), (), None),
+    ],
+)
+def test_a_group_that_does_not_hold_all_dp_ranks_is_refused_before_the_gather(
+    monkeypatch: pytest.MonkeyPatch, members: list[int], dp_of: tuple[int, ...], words: str | None
+) -> None:
+    """Infera#34: an attention-TP group of one when dp = tp; also one of the right size with the wrong members."""
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: members)
+    rank = Rank(0, world=8)
+    rank.progress.dp_ranks = dp_of
+    gathered: list[Any] = []
+    if words is None:
+        rank.feature._check_group("cpu", object())
+        return
+    with pytest.raises(LockstepError, match=words):
+        rank.feature.on_gather(lambda info, *a, **k: gathered.append(info), make_row(8, 20, True, True), "cpu", object())
+    assert not gathered
+
+
 def test_an_idle_rank_s_plugin_is_not_asked() -> None:
     """There is no batch to refuse."""
     veto = Veto("too_hot")
@@ -540,6 +588,7 @@ forwards = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(forwards, st.booleans())
 def test_our_check_is_the_host_s_but_for_what_we_lift(made: dict[str, Any], dsa: bool) -> None:
     """The host's real ``can_run_graph`` on the same batch: stricter nowhere, laxer only for prefixes and small buckets."""

@@ -133,13 +133,15 @@ def test_an_interrupted_rehearsal_leaves_nothing(number: signal.Signals, tmp_pat
 FAULTS = {
     "disagree": ["DP rank 1: the group agreed to replay", "replace_embeds", "rank 0 yes", "rank 1 yes"],
     "die": ["rank 1"],
-    "stall": ["rank 1 has not voted", "rank 0 waits"],
+    "stall": ["rank 1 has not voted", "rank 0 waits", "Rank 1 keeps the others waiting"],
+    "spin": ["rank 1 does not answer", "Rank 1 keeps the others waiting"],
+    "hang": ["report of rank 1: it runs a forward (extend)", "report of rank 0", "Rank 1 keeps the others waiting"],
     "no-plugin": ["rank 1 did not say what it runs", "not active there"],
 }
 
 
 ALL = bool(os.environ.get("BCG_DSA_TEST_ALL_FAULTS"))
-RANK_FAULTS = list(FAULTS) if ALL else ["stall", "no-plugin"] if HOST_VOTES_ON_FACTS else ["disagree", "die"]
+RANK_FAULTS = list(FAULTS) if ALL else ["hang", "no-plugin"] if HOST_VOTES_ON_FACTS else ["disagree", "die"]
 REPLAY_FAULTS = ["skip-break", "drop-copy"] if ALL else ["drop-copy"] if HOST_VOTES_ON_FACTS else ["skip-break"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +20,7 @@ from sglang_bcg_dsa.exchange import Missing, differences, publish_and_collect
 from sglang_bcg_dsa.hooks import audit as audit_module
 from sglang_bcg_dsa.hooks.audit import AuditFeature
 from sglang_bcg_dsa.installer import Installer
+from sglang_bcg_dsa.predicate import RunnerFacts
 from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.rollcall import RollCall
@@ -84,9 +84,11 @@ def test_no_difference_means_equal(records: list[dict[str, int]]) -> None:
     assert (not differences(records)) == all(record == records[0] for record in records)
 
 
-def audit(progress: Progress | None = None, toml: str = "", features: dict[str, Any] | None = None) -> AuditFeature:
+def audit(
+    progress: Progress | None = None, toml: str = "", features: dict[str, Any] | None = None, captured: RunnerFacts | None = None
+) -> AuditFeature:
     progress = progress or Progress()
-    made = AuditFeature(progress, RollCall(progress), lambda: features or {})
+    made = AuditFeature(progress, RollCall(progress), lambda: features or {}, lambda: captured)
     config = load(None)
     if toml:
         import tomllib
@@ -98,6 +100,7 @@ def audit(progress: Progress | None = None, toml: str = "", features: dict[str, 
         config=config, seams=SEAMS, reasons=ReasonTable(),
         installer=SimpleNamespace(around=lambda *a: None, after=lambda *a: None),  # type: ignore[arg-type]
     )  # fmt: skip
+    made._get_parallel = lambda: SimpleNamespace(pp_size=1, attn_dp_rank=audit_module.group()[1])
     return made
 
 
@@ -160,89 +163,43 @@ def test_ranks_compare_once(ranks: Any, store: dist.HashStore) -> None:
     assert feature._exchanged
 
 
-# ---------------------------------------------------------------------- stalls
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ([RunnerFacts((16,)), RunnerFacts((16,))], None),
+        ([RunnerFacts((16,)), None], ["graphs captured: rank 0: true; rank 1: false"]),
+        ([RunnerFacts((16,)), RunnerFacts((16,), padding_factor=3)], ["graphs, padding_factor: rank 0: 2; rank 1: 3"]),
+    ],
+)
+def test_ranks_whose_graphs_serve_different_batches_do_not_vote(ranks: Any, facts: Any, words: list[str] | None) -> None:
+    """Every fact that a verdict follows from is the same everywhere, or the start ends with its name."""
 
-
-def watching(ranks: Any, progress: dict[int, Progress], limit: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Run every rank's watchdog until one brings the server down; the ranks that did."""
-    downed: list[int] = []
-
-    class Down(BaseException):
-        pass
-
-    def down() -> None:
-        downed.append(ranks.here.rank)
-        raise Down
-
-    monkeypatch.setattr(audit_module, "bring_down", down)
-    monkeypatch.setattr(audit_module, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 1.0)
-
-    def watch(rank: int) -> None:
+    def start(rank: int) -> Any:
         ranks.here.rank = rank
-        audit(progress[rank], f"[audit]\nstall_seconds = {limit}")._watch()
+        feature = audit(captured=facts[rank])
+        feature._compare_ready()
+        return feature._progress.dp_ranks
 
-    threads = [threading.Thread(target=lambda r=rank: _ignore(Down, watch, r), daemon=True) for rank in progress]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 10
-    while not downed and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return downed
-
-
-def _ignore(kind: type[BaseException], function: Any, *args: Any) -> None:
-    try:
-        function(*args)
-    except kind:
+    got = all_ranks(2, start)
+    if words is None:
+        assert got == [(0, 1), (0, 1)]
         return
+    for error in got:
+        assert isinstance(error, StartupError)
+        assert all(word in str(error) for word in words)
 
 
-def test_a_stalled_rank_is_named_by_the_one_that_waits(
-    ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rank 0 waits in a vote, rank 1 does not come: rank 0's report says where both are, and it stops the server."""
-    waiting, stalled = Progress(), Progress()
-    waiting.__enter__()
-    with stalled:
-        pass
-    with caplog.at_level(logging.CRITICAL):
-        assert watching(ranks, {0: waiting, 1: stalled}, 0.3, monkeypatch) == [0]
-    assert "rank 0 waits" in caplog.text
-    assert "rank 1 has not voted" in caplog.text
-    assert "Stacks of rank 0" in caplog.text
-
-
-def test_a_rank_that_cannot_answer_is_named_too(
-    ranks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A stopped process has no watchdog: it is the one that does not answer."""
-    waiting = Progress()
-    waiting.__enter__()
-    with caplog.at_level(logging.CRITICAL):
-        assert watching(ranks, {0: waiting}, 0.3, monkeypatch) == [0]
-    assert "rank 1 does not answer: it is stopped, dead or holds the interpreter" in caplog.text
-
-
-def test_an_idle_server_is_left_alone(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody votes because nothing is asked (sleep on idle, paused): no report, however long."""
-    quiet = {0: Progress(), 1: Progress()}
-    for progress in quiet.values():
-        with progress:
-            pass
-    monkeypatch.setattr(time, "monotonic", _sooner(time.monotonic, 10, 1.5))
-    assert watching(ranks, quiet, 0.1, monkeypatch) == []
-
-
-def _sooner(clock: Any, seconds: float, real: float) -> Any:
-    """A clock on which ``real`` seconds take ``seconds``."""
-    start = clock()
-    return lambda: start + (clock() - start) * seconds / real
-
-
-def test_a_roll_call_without_a_group_still_answers() -> None:
-    """It is used when something is wrong already; it must not raise on top."""
-    assert "no process group" in RollCall(Progress()).call()
+def test_everything_that_could_split_ranks_is_compared() -> None:
+    """A fact of the graphs that is added later is compared without anybody thinking of it; so are versions."""
+    sent: dict[str, Any] = {}
+    feature = audit(captured=RunnerFacts((16,)), features={"features": {"vote": "supplied"}})
+    feature._compare = lambda prefix, record, own=None: [sent.update(record) or {"dp": 0}]  # type: ignore[method-assign, func-returns-value, list-item]
+    feature._get_parallel = lambda: SimpleNamespace(pp_size=1, attn_dp_rank=0)
+    feature._compare_start((16,))
+    feature._compare_ready()
+    assert {f"graphs, {name}" for name in RunnerFacts._fields} <= sent.keys()
+    versions = {"plugin version", "SGLang version", "torch version"}
+    assert versions | {"reasons", "ladder", "features", "graphs captured"} <= sent.keys()
 
 
 # ---------------------------------------------------------------------- hooks in force

@@ -176,9 +176,9 @@ def named_barrier(get_group: Callable[[], Any], seconds: float) -> Callable[[], 
             torch.distributed.barrier(group=tp.cpu_group, async_op=True).wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             raise CaptureError(
-                f"rank {rank} waited at a break while capturing: {_absent(store, tp.ranks, number)} ({error}; at most "
-                f"{seconds:g} s, [moe] barrier_seconds). Look for the first error there; if there is none, it may still "
-                "compile kernels"
+                f"rank {rank} waited at MoE break {number} since start, while capturing: "
+                f"{_absent(store, tp.ranks, number)} ({error}; at most {seconds:g} s, [moe] barrier_seconds). "
+                "Look for the first error there; if there is none, it may still compile kernels"
             ) from error
 
     return barrier

@@ -26,7 +26,7 @@ from sglang_bcg_dsa.errors import LockstepError, StartupError, VetoError
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.predicate import BatchFacts, RunnerFacts, reasons_against
-from sglang_bcg_dsa.progress import Progress
+from sglang_bcg_dsa.progress import VOTE, Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import BatchView, Feature, Forward, State
 from sglang_bcg_dsa.rollcall import RollCall
@@ -39,14 +39,14 @@ Hooks = Any
 
 
 class Step:
-    """What this rank knows of the scheduler step in flight. Owned by :class:`VoteFeature`."""
+    """What only the vote needs of the scheduler step in flight; its number and verdict are in :class:`Progress`."""
 
-    __slots__ = ("adapter_us", "batch", "number", "verdict")
+    __slots__ = ("adapter_us", "against", "batch")
 
     def __init__(self) -> None:
-        self.number = 0
         self.batch: Any = None
-        self.verdict: vote.Verdict | None = None
+        self.against = 0
+        """What this rank voted."""
         self.adapter_us = 0.0
 
 
@@ -63,6 +63,7 @@ class VoteFeature:
         self.runner: RunnerFacts | None = None
         self._enable_lora = False
         self._left_to_host = False
+        self._group_checked = False
         self._late = 0
         """Reasons that only became known at forward time and hold for every later batch."""
 
@@ -95,9 +96,10 @@ class VoteFeature:
 
     def on_batch(self, original: Callable[..., Any], adapter: Any, local_batch: Any) -> Any:
         """A rank is about to vote on ``local_batch`` (None when it has nothing to run)."""
-        step = self.step
-        step.number += 1
-        step.batch, step.verdict, step.adapter_us = local_batch, None, 0.0
+        step, progress = self.step, self._progress
+        progress.step += 1
+        progress.verdict = None
+        step.batch, step.against, step.adapter_us = local_batch, 0, 0.0
         try:
             return original(adapter, local_batch)
         finally:
@@ -106,17 +108,21 @@ class VoteFeature:
     def on_gather(self, original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any) -> None:
         """Write this rank's vote into its row, let the host gather, read all votes."""
         start = time.perf_counter()
-        against = self._against(info)
+        if not self._group_checked:
+            self._check_group(*args, **kwargs)
+        against = self.step.against = self._against(info)
         if against:
             setattr(info, self._ballot, False)
         prefill = bool(info.is_extend_in_batch)
         info.is_extend_in_batch = vote.encode(prefill, against)
         before = time.perf_counter()
+        mark = self._progress.enter(VOTE)
         try:
-            with self._progress:
-                original(info, *args, **kwargs)
+            original(info, *args, **kwargs)
         except RuntimeError as error:
             raise self._broken_vote(error) from error
+        finally:
+            self._progress.leave(mark)
         after = time.perf_counter()
         if info.is_extend_in_batch:
             self._conclude(info)
@@ -145,10 +151,10 @@ class VoteFeature:
         ]
         if len(votes) < self._ranks:
             raise LockstepError(
-                f"the vote of step {self.step.number} had {len(votes)} participants, but there are {self._ranks} DP "
+                f"the vote of step {self._progress.step} had {len(votes)} participants, but there are {self._ranks} DP "
                 "ranks: it went over the wrong process group"
             )
-        verdict = vote.tally(self.step.number, votes, self.runner, self._alignment)
+        verdict = vote.tally(self._progress.step, votes, self.runner, self._alignment)
         if verdict.group_against:
             # Every rank finds the same in the same rows; the host, which did not look, is told.
             setattr(info, self._ballot, False)
@@ -160,8 +166,24 @@ class VoteFeature:
                 f"step {verdict.step}: SGLang reduced the votes to {getattr(info, self._ballot)}, but they say "
                 f"{verdict.replay}: {vote.describe(verdict, self._reasons)}; the vote did not reach all ranks"
             )
-        self.step.verdict = verdict
+        self._progress.verdict = verdict
         self._hooks.bcg_verdict(verdict=verdict)
+
+    def _check_group(self, device: Any = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Once, before the first gather: the group must hold a rank of every DP rank."""
+        self._group_checked = True
+        if group is None:
+            return
+        import torch.distributed as dist
+
+        members, dp = dist.get_process_group_ranks(group), self._progress.dp_ranks
+        held = {dp[member] for member in members} if dp else set(range(len(members)))
+        if missing := set(range(self._ranks)) - held:
+            raise LockstepError(
+                f"the vote goes over rank {', '.join(map(str, members))}, {len(members)} participants, but there are "
+                f"{self._ranks} DP ranks: DP rank {', '.join(map(str, sorted(missing)))} would not be asked. It is the "
+                "wrong process group; please report it with the server's arguments"
+            )
 
     # ------------------------------------------------------------------ forward time
 
@@ -170,24 +192,25 @@ class VoteFeature:
         if self.runner is None or not is_ours(runner):
             return bool(original(runner, forward_batch))
         start = time.perf_counter()
-        step = self.step
+        step, verdict = self.step, self._progress.verdict
         agreed = forward_batch.global_num_tokens_cpu is None or bool(getattr(forward_batch, self._verdict_flag))
         facts = hostfacts.of_forward_batch(forward_batch, self.runner, runner._has_inactive_dp_rank(forward_batch))
         against = reasons_against(facts, self.runner)
-        voted = step.verdict is not None
-        if not voted:
+        if verdict is None:
             step.adapter_us = 0.0
             if self._may_ask_vetoes_alone and facts.prefill:
                 against |= self._vetoes(BatchView(facts, self._bucket(facts.num_tokens), forward_batch))
         if agreed and not against and self._host_has_predicate and not original(runner, forward_batch):
             against = self._unexplained()
-        if voted and agreed and against:
+        if verdict is not None and agreed and against:
             self._tolerate_or_stop(facts, against)
         replay = agreed and not against
+        if verdict is not None and replay:
+            self._same_bucket(verdict, forward_batch, facts.num_tokens)
         step.adapter_us += (time.perf_counter() - start) * 1e6
-        if not agreed and step.verdict is not None:
+        if not agreed and verdict is not None:
             # What follows from the group's decision, such as ranks without tokens, is no reason for it.
-            against = step.verdict.against
+            against = verdict.against
         if not facts.is_target_verify:
             self._report(facts.num_tokens, replay, against)
         return replay
@@ -207,10 +230,21 @@ class VoteFeature:
             self._late |= against & reasons.HIDDEN_MODE
             against &= ~reasons.HIDDEN_MODE
         if against & ~reasons.INACTIVE_RANK:
-            raise self._contradiction(against)
+            raise self._contradiction(f"may not now: {self._reasons.text(against)}")
+
+    def _same_bucket(self, verdict: vote.Verdict, forward_batch: Any, run: int) -> None:
+        """Where all ranks run the same length, their graphs hold collectives of one size: stop at another bucket.
+
+        Ranks that gather no counts, or may run their own lengths (SUM_LEN), choose buckets of their own.
+        """
+        mode = forward_batch.dp_padding_mode
+        if mode is None or not mode.is_max_len() or len(forward_batch.global_num_tokens_cpu or ()) < 2:
+            return
+        if (bucket := self._bucket(run)) != verdict.bucket:
+            raise self._contradiction(f"would replay bucket {bucket} for the {run} tokens it has now")
 
     def _report(self, run: int, replay: bool, against: int) -> None:
-        verdict = self.step.verdict
+        verdict = self._progress.verdict
         tokens = run
         if verdict is not None:
             tokens = verdict.votes[self._rank].tokens
@@ -220,18 +254,18 @@ class VoteFeature:
         )
 
     def _broken_vote(self, error: RuntimeError) -> LockstepError:
-        message = f"the vote of step {self.step.number} failed ({error}): {self._rolls.call()}"
+        message = f"the vote of step {self._progress.step} failed ({error}): {self._rolls.call()}"
         logger.critical("sglang-bcg-dsa: %s", message)
         return LockstepError(message)
 
-    def _contradiction(self, against: int) -> LockstepError:
-        verdict = self.step.verdict
+    def _contradiction(self, what: str) -> LockstepError:
+        verdict = self._progress.verdict
         said = vote.describe(verdict, self._reasons) if verdict is not None else "votes unknown"
         message = (
-            f"DP rank {self._rank}: the group agreed to replay step {self.step.number}"
-            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but DP rank {self._rank} may not: "
-            f"{self._reasons.text(against)}. Votes: {said}. Stopping here: an eager rank would leave the others "
-            "waiting in their next collective"
+            f"DP rank {self._rank}: the group agreed to replay step {self._progress.step}"
+            f"{f', bucket {verdict.bucket}' if verdict is not None else ''}, but DP rank {self._rank}, which voted "
+            f"{'no (' + self._reasons.text(self.step.against) + ')' if self.step.against else 'yes (no reasons)'}, {what}. "
+            f"Votes: {said}. Stopping here: ranks on different paths would wait for each other in their next collective"
         )
         logger.critical("sglang-bcg-dsa: %s", message)
         return LockstepError(message)
