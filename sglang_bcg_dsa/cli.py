@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rehearse.add_argument("--ranks", type=int, default=2, help="DP ranks, each a process (default 2)")
     rehearse.add_argument("--requests", type=int, default=24, help="requests in each pass (default 24)")
-    rehearse.add_argument("--model", default="dsa", help="dense, moe, mla or dsa (default)")
+    rehearse.add_argument("--model", default="dsa", help="dense, moe, mla, dsv4 or dsa (default)")
     rehearse.add_argument(
         "--fault", default="", metavar="NAME",
         help="show that a fault is noticed: disagree, die, stall, spin, hang, no-plugin, skip-break or drop-copy",

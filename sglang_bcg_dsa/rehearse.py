@@ -33,6 +33,8 @@ MIN_RANKS, MAX_RANKS = 2, 8
 """A vote needs two; each rank is a process of about 1.3 GB."""
 LADDER = (16, 32, 64, 128)
 CHUNK = 128
+DSV4_LADDER, DSV4_TOKENS = (64, 128, 256, 512), 16384
+"""Pages of 256 tokens: a prefix is cached by the page, and each request holds one at least. A chunk is the largest."""
 NEW_TOKENS = 4
 TAPE_FAULTS = ("skip-break", "drop-copy")
 FAULTS = (*faults.FAULTS, *TAPE_FAULTS)
@@ -60,6 +62,11 @@ class Options:
     config: str | None = None
     keep: Path | None = None
 
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The buckets; the last is also the chunked-prefill size."""
+        return DSV4_LADDER if self.model == "dsv4" else LADDER
+
     def check(self) -> None:
         """Raise BadRequest for what cannot be rehearsed."""
         if not MIN_RANKS <= self.ranks <= MAX_RANKS:
@@ -71,7 +78,7 @@ class Options:
         if self.fault and self.fault not in FAULTS:
             raise BadRequest(f"--fault {self.fault}: expected one of {', '.join(FAULTS)}")
         if self.deepep and self.model == "dense":
-            raise BadRequest("--deepep: the dense model has no experts; use --model dsa, mla or moe")
+            raise BadRequest("--deepep: the dense model has no experts; use --model dsa, dsv4, mla or moe")
         if self.fault in faults.FAULTS and self.host_only:
             raise BadRequest(f"--fault {self.fault} needs the plugin; drop --host-only")
         if self.keep is not None:
@@ -125,7 +132,7 @@ def rehearse(options: Options, say: Say = lambda text: None) -> Outcome:
     outcome = Outcome(
         options,
         host_name(),
-        traffic.waves(options.seed, options.requests, options.ranks, LADDER, CHUNK, VOCABULARY),
+        traffic.waves(options.seed, options.requests, options.ranks, options.ladder, options.ladder[-1], VOCABULARY),
     )
     with working_folder(options.keep, "bcg-dsa-rehearsal-") as workdir:
         for name in PASSES:
@@ -178,10 +185,12 @@ def spec_of(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         deep_ep_folder.write_distribution(workdir / "deep_ep")
         path += (workdir / "deep_ep",)
     host_args: tuple[str, ...] = deep_ep_folder.SERVER_ARGS if options.deepep else ()
-    if options.model == "dsa":
+    if options.model == "dsv4" and options.deepep:
+        host_args += dsa_folder.DSV4_DEEPEP_ARGS
+    if options.model in ("dsa", "dsv4"):
         path += (dsa_folder.write_distribution(workdir / "dsa"),)
-        host_args += dsa_folder.SERVER_ARGS
-        env |= dsa_folder.SERVER_ENV
+        host_args += dsa_folder.SERVER_ARGS if options.model == "dsa" else dsa_folder.DSV4_SERVER_ARGS
+        env |= dsa_folder.SERVER_ENV if options.model == "dsa" else dsa_folder.DSV4_SERVER_ENV
     if graphs and not options.host_only:
         plugin_args = ("--plugins", "bcg_dsa")
         config = options.config
@@ -197,9 +206,10 @@ def spec_of(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
         dp=options.ranks,
         dp_attention=True,
         graphs=graphs,
-        ladder=LADDER,
+        ladder=options.ladder,
         # SGLang divides it by the number of DP ranks.
-        chunked_prefill_size=CHUNK * options.ranks,
+        chunked_prefill_size=options.ladder[-1] * options.ranks,
+        max_total_tokens=DSV4_TOKENS if options.model == "dsv4" else ServerSpec.max_total_tokens,
         fault=options.fault if graphs and options.fault in TAPE_FAULTS else "",
         extra_args=(*plugin_args, *host_args),
         env=env,

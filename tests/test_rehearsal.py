@@ -107,6 +107,14 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
     assert took < 180, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is 3 minutes"
 
 
+def test_deepseek_v4_with_graphs_equals_eager() -> None:
+    """SGLang's own model, compressors and C4 indexer: contexts that select, cached pages, chunks, an idle rank."""
+    status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "18")
+    assert status == 0, report["problems"]
+    assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 18, 0.0)
+    assert all(rank["prefill"]["replay"] > 0 for rank in report["passes"][0]["ranks"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_rehearsal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """Stopped in the middle of a start, politely or not: every process is gone within seconds."""

@@ -11,8 +11,9 @@ it may not touch is refused: within `batch_slots` caches are written at the batc
 each, and attention reads the batch's requests; outside (warm-up, capture), and for rows beyond the
 batch's tokens, there is `PADDING_SLOT` only. Anything else is a live request's, and raises.
 
-Those that a captured segment may hold compute with tensors of fixed shape. Their checks are operators,
-so a tape runs them again at each replay, against the batch of that replay; the rest run in breaks.
+Those that a captured segment may hold compute with tensors of fixed shape, or are one operator. Their
+checks are operators, so a tape runs them again at each replay, against the batch of that replay; the rest
+run in breaks.
 """
 
 # mypy: allow-untyped-calls
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_bcg_dsa.testing.kernels import invariant_mm
+from sglang_bcg_dsa.testing.kernels import invariant_mm, operator
 from sglang_bcg_dsa.testing.tape import allow_host_reads
 
 PADDING_SLOT = 0
@@ -231,15 +232,31 @@ def fp8_paged_mqa_logits(
     """
     if q.shape[1] != 1:
         raise NotImplementedError(f"CPU index scores are for one row a request, not {q.shape[1]}")
+    scores: Tensor = _paged_scores(
+        q[:, 0].as_subclass(Tensor), kv_cache, weights, context_lens.flatten(), block_tables, max_context_len
+    )
+    return scores.nan_to_num(float("-inf")) if clean_logits else scores
+
+
+@operator()
+def _paged_scores(
+    q: Tensor, kv_cache: Tensor, weights: Tensor, lengths: Tensor, block_tables: Tensor, width: int
+) -> Tensor:
     page_size = kv_cache.shape[1]
     keys, scales = _index_pages(kv_cache.flatten(1), page_size)
-    beyond = float("-inf") if clean_logits else float("nan")
-    out = torch.full((q.shape[0], max_context_len), beyond)
-    for row, length in enumerate(context_lens.flatten().tolist()[: q.shape[0]]):
-        pages = block_tables[row, : -(-length // page_size)].long()
-        k = keys[pages].flatten(0, 1)[:length].view(torch.float8_e4m3fn)
-        scale = scales[pages].flatten()[:length]
-        out[row, :length] = _scores(q[row], k, scale, weights[row : row + 1])[0]
+    out = torch.full((q.shape[0], width), float("nan"))
+    # Rows of one request follow each other: its keys are gathered once.
+    first = 0
+    for end in range(1, len(q) + 1):
+        if end < len(q) and torch.equal(block_tables[end], block_tables[first]):
+            continue
+        longest = int(lengths[first:end].max())
+        pages = block_tables[first, : -(-longest // page_size)].long()
+        k = keys[pages].flatten(0, 1)[:longest].view(torch.float8_e4m3fn)
+        found = _scores(q[first:end], k, scales[pages].flatten()[:longest], weights[first:end])
+        beyond = torch.arange(longest) >= lengths[first:end, None]
+        out[first:end, :longest] = found.masked_fill(beyond, float("nan"))
+        first = end
     return out
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from sglang_bcg_dsa.testing import dsv4_overrides
 from sglang_bcg_dsa.testing.overrides import (
     OVERRIDES,
     Kind,
@@ -31,8 +32,9 @@ from sglang_bcg_dsa.testing.settings import TapeSettings
 _BOTH = "0.5.16, 0.5.23"
 _BACKEND = "sglang.srt.layers.attention.dsa_backend"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
-_ASKERS_OF_CUDA = ("sglang.srt.layers.attention.dsa.", _BACKEND)
-_ASKERS_OF_CAPABILITY = ("sglang.srt.server_args", "sglang.srt.arg_groups.", _BACKEND)
+_DSV4 = ("sglang.srt.layers.attention.dsv4.", "sglang.srt.layers.attention.deepseek_v4_backend")
+_ASKERS_OF_CUDA = ("sglang.srt.layers.attention.dsa.", _BACKEND, *_DSV4)
+_ASKERS_OF_CAPABILITY = ("sglang.srt.server_args", "sglang.srt.arg_groups.", _BACKEND, *_DSV4)
 
 
 def _asker() -> str:
@@ -66,6 +68,8 @@ def build_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             "backend is made"
         )
     apply(settings, WITH_THE_MODEL)
+    if dsv4_overrides.is_for(args[0]):
+        dsv4_overrides.prepare(settings)
     return original(*args, **kwargs)
 
 
@@ -204,6 +208,7 @@ IN_SCHEDULERS = (
         "set_mla_kv_buffer",
         "sglang.kernels.ops.kvcache.mla_buffer.set_mla_kv_buffer_triton",
     ),
+    *dsv4_overrides.IN_SCHEDULERS,
 )
 
 WITH_THE_MODEL = (

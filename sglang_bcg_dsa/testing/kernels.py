@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_bcg_dsa.testing.tape import allow_host_reads
+
 # Rows a matrix product is done in. BLAS picks other kernels for few rows (on AVX-512: below 16),
 # and then a row's result depends on how many rows came with it. With blocks of one size it does
 # not.
@@ -67,6 +69,25 @@ def on_cpu_too(qualified_name: str) -> Callable[..., Any]:
             keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
             return lambda *args, **kwargs: operator.redispatch(keys, *args, **kwargs)
     raise LookupError(f"{qualified_name} has no accelerator kernel to run on the CPU")
+
+
+def operator(*mutates: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function of tensors one operator, which writes the arguments named in ``mutates``.
+
+    To a tape it is what a kernel is to a graph: opaque, and run again at each replay. So it may
+    look at values.
+    """
+
+    def make(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with allow_host_reads("an operator: it reads again at each replay"):
+                return kernel(*args, **kwargs)
+
+        name = f"sglang_bcg_dsa_testing::{kernel.__name__.strip('_')}"
+        schema = torch.library.infer_schema(kernel, mutates_args=mutates)
+        return torch.library.custom_op(name, run, mutates_args=mutates, schema=schema)
+
+    return make
 
 
 def copy_rows(

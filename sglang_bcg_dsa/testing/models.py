@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-ModelKind = Literal["dense", "moe", "mla", "dsa"]
+ModelKind = Literal["dense", "moe", "mla", "dsa", "dsv4"]
 
 VOCABULARY = 2048
 INDEX_TOPK = 64
@@ -102,6 +102,52 @@ _OWN["dsa"] = {
     "index_topk": INDEX_TOPK,
     "index_n_heads": 4,
     "index_head_dim": 128,
+}
+
+# DeepSeek-V4's: residual streams, a window of 128, groups of 4 chosen by an indexer, groups of 128.
+# What the host fixes stays as it is: rows of 512, index keys of 128, pages of 256.
+_OWN["dsv4"] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 32,
+    "o_lora_rank": 32,
+    "o_groups": 2,
+    "sliding_window": 128,
+    "index_topk": INDEX_TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-6,
+    "num_hash_layers": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 40000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
 }
 
 

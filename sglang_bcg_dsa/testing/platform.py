@@ -132,6 +132,8 @@ def _platform_class() -> Any:
                 PagedTokenToKVPoolAllocator,
                 alloc_extend_naive,
             )
+            from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+            from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 
             class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 """The host's own takes slots with Triton; later hosts have this form as well."""
@@ -163,7 +165,19 @@ def _platform_class() -> Any:
                     before, count = seq_lens - 1, len(seq_lens)
                     return self.alloc_extend(before, None, seq_lens, None, last_loc, count)
 
-            return Allocator
+            class WindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
+                """The host's own makes the two it is composed of from its Triton class."""
+
+                def __init__(self, size: int, *, kvcache: Any, **kwargs: Any) -> None:
+                    super().__init__(size, kvcache.swa_size, kvcache=kvcache, **kwargs)
+                    self.full_attn_allocator = Allocator(size, kvcache=None, **kwargs)
+                    self.swa_attn_allocator = Allocator(kvcache.swa_size, kvcache=None, **kwargs)
+
+            def allocator(size: int, *, kvcache: Any, **kwargs: Any) -> Any:
+                windowed = isinstance(kvcache, BaseSWAKVPool)
+                return (WindowAllocator if windowed else Allocator)(size, kvcache=kvcache, **kwargs)
+
+            return allocator
 
     return TapeCpuPlatformWithPools
 
