@@ -82,7 +82,7 @@ def plan(config: Config) -> Plan:
         AttentionFeature(),
         MoeFeature(),
         voting,
-        ExplainFeature(hooks, states),
+        ExplainFeature(hooks, progress, states),
         AuditFeature(progress, rolls, states, lambda: voting.runner),
         RulesFeature(states),
     )

@@ -1,4 +1,4 @@
-"""Console script ``sglang-bcg-dsa``: ``doctor``, ``rehearse``, ``bench`` and ``compare``.
+"""Console script ``sglang-bcg-dsa``: ``doctor``, ``rehearse``, ``bench``, ``compare``, ``report``, ``dashboards``.
 
 Contract: results on standard output (with ``--json`` nothing else), progress and errors on
 standard error. Exit status 0: all is well; 1: something is wrong, or a fault was noticed as it
@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,21 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("host_args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments as for sglang serve")
     compare.set_defaults(run=_compare)
 
-    for command in (doctor, rehearse, bench, compare):
+    report = commands.add_parser("report", help="coverage, reasons, buckets and capture of a server, as tables and plots")
+    report.add_argument(
+        "sources", nargs="+", metavar="URL|FILE",
+        help="a live server (http://HOST:PORT), saved /server_info or /metrics documents of one server, or logs",
+    )  # fmt: skip
+    report.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs there; needs matplotlib")
+    report.add_argument("--watch", type=float, default=0.0, metavar="SECONDS", help="sample a live server that long")
+    report.add_argument("--api-key", metavar="KEY", help="for a server with --api-key or --admin-api-key")
+    report.set_defaults(run=_report)
+
+    dashboards = commands.add_parser("dashboards", help="write the Grafana dashboard and the Prometheus rules to a folder")
+    dashboards.add_argument("folder", type=Path, metavar="DIR")
+    dashboards.set_defaults(run=_dashboards)
+
+    for command in (doctor, rehearse, bench, compare, report, dashboards):
         command.add_argument("--json", action="store_true", help="machine-readable, on standard output")
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -289,6 +304,48 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         show.comparison(outcome)
     return WRONG if outcome.problems else OK
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sglang_bcg_dsa import show
+    from sglang_bcg_dsa.report import ReportError, read
+
+    try:
+        if args.plots is not None:
+            from sglang_bcg_dsa import plots
+
+            plots.check(args.plots)
+        if not 0 <= args.watch <= 86400:
+            raise ReportError(f"--watch {args.watch:g}: expected up to 86400 seconds")
+        found = read(args.sources, watch=args.watch, api_key=args.api_key, say=show.progress)
+    except ReportError as error:
+        print(f"sglang-bcg-dsa report: {error}", file=sys.stderr)
+        return BAD_INPUT
+    written = plots.draw(found, args.plots) if args.plots is not None else []
+    if args.json:
+        _print_json({**found.as_json(), "plots": [str(path) for path in written]})
+        return OK
+    show.report(found)
+    for path in written:
+        show.progress(f"wrote {path}")
+    return OK
+
+
+def _dashboards(args: argparse.Namespace) -> int:
+    written = []
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        for source in sorted((files("sglang_bcg_dsa") / "ops").iterdir(), key=lambda path: path.name):
+            written.append(args.folder / source.name)
+            written[-1].write_bytes(source.read_bytes())
+    except OSError as error:
+        print(f"sglang-bcg-dsa dashboards: {args.folder} cannot be written: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
+    if args.json:
+        _print_json([str(path) for path in written])
+    else:
+        print("\n".join(map(str, written)))
+    return OK
 
 
 def _print_json(value: Any) -> None:

@@ -16,28 +16,41 @@ from sglang_bcg_dsa.errors import PluginError
 
 MAX_REASONS: Final = 62
 
-# Name and meaning, in bit order. Append only: a bit that changes its meaning makes the logs of two
-# releases disagree.
-_BUILTIN: Final[tuple[tuple[str, str], ...]] = (
-    ("not_prefill", "this rank runs a decode batch while another rank prefills"),
-    ("no_graph_runner", "this rank has no captured prefill graphs"),
-    ("input_embeds", "the batch brings embeddings instead of token ids"),
-    ("replace_embeds", "the batch replaces embeddings of some tokens"),
-    ("prefix", "a cached prefix needs an attention path that was not captured"),
-    ("target_verify", "a speculative verification batch"),
-    ("hidden_mode", "the batch wants hidden states that were not captured"),
-    ("logprob", "log-probabilities are asked for and the captured graph includes the logits"),
-    ("lora", "the batch needs LoRA adapters that were not captured"),
-    ("mixed", "prefill mixed with decode, which this model keeps eager"),
-    ("multimodal", "images or audio in the batch, which this model keeps eager"),
-    ("context_length", "a request's context is longer than the captured limit"),
-    ("batch_size", "more requests than the captured metadata holds"),
-    ("above_ladder", "more tokens than the largest bucket"),
-    ("padding", "the bucket would more than double the tokens"),
-    ("inactive_rank", "a rank of the group has no tokens, so no rank replays"),
-    ("host", "SGLang itself refuses this batch, for a reason this plugin does not know"),
-)
-NAMES: Final[tuple[str, ...]] = tuple(name for name, _ in _BUILTIN)
+# Name, meaning and what to do, in bit order. Append only: a bit that changes its meaning makes the
+# logs of two releases disagree.
+_BUILTIN: Final[tuple[tuple[str, str, str], ...]] = (
+    ("not_prefill", "this rank runs a decode batch while another rank prefills",
+     "Separate prefill from decode (PD disaggregation), or leave it: such steps run eagerly by design."),
+    ("no_graph_runner", "this rank has no captured prefill graphs",
+     "Look for 'prefill graphs: off, by' in the log of the launching process."),
+    ("input_embeds", "the batch brings embeddings instead of token ids", "Send token ids where the client can."),
+    ("replace_embeds", "the batch replaces embeddings of some tokens", "Send token ids where the client can."),
+    ("prefix", "a cached prefix needs an attention path that was not captured",
+     "For DSA models, see in the log why sparse attention is a break; plain MLA models stay eager with prefixes."),
+    ("target_verify", "a speculative verification batch", "Nothing: verification is not a prefill of new tokens."),
+    ("hidden_mode", "the batch wants hidden states that were not captured",
+     "Drop return_hidden_states, or send these requests to a server of their own with --enable-return-hidden-states."),
+    ("logprob", "log-probabilities are asked for and the captured graph includes the logits",
+     "Ask for log-probabilities of generated tokens only, or accept eager prefills for these requests."),
+    ("lora", "the batch needs LoRA adapters that were not captured",
+     "Serve adapters from another server, or accept eager prefills for them."),
+    ("mixed", "prefill mixed with decode, which this model keeps eager", "Drop --enable-mixed-chunk."),
+    ("multimodal", "images or audio in the batch, which this model keeps eager",
+     "Send text to a server of its own, or accept eager prefills for these requests."),
+    ("context_length", "a request's context is longer than the captured limit",
+     "Raise --cuda-graph-prefill-max-context."),
+    ("batch_size", "more requests than the captured metadata holds",
+     "Lower --max-running-requests or --prefill-max-requests, so that fewer requests share a prefill."),
+    ("above_ladder", "more tokens than the largest bucket",
+     "Raise --cuda-graph-max-bs-prefill, or lower --chunked-prefill-size."),
+    ("padding", "the bucket would more than double the tokens",
+     "Add buckets between the present ones with --cuda-graph-bs-prefill."),
+    ("inactive_rank", "a rank of the group has no tokens, so no rank replays",
+     "Spread requests evenly over the DP ranks; more concurrent requests leave fewer ranks idle."),
+    ("host", "SGLang itself refuses this batch, for a reason this plugin does not know",
+     "Please report it with the server's arguments and SGLang's release."),
+)  # fmt: skip
+NAMES: Final[tuple[str, ...]] = tuple(name for name, _, _ in _BUILTIN)
 
 NOT_PREFILL: Final = 1 << 0
 NO_GRAPH_RUNNER: Final = 1 << 1
@@ -99,4 +112,9 @@ class ReasonTable:
 
 def meaning(name: str) -> str:
     """One sentence on a builtin reason; an empty string for a plugin's own."""
-    return dict(_BUILTIN).get(name, "")
+    return next((text for known, text, _ in _BUILTIN if known == name), "")
+
+
+def cure(name: str) -> str:
+    """What to do about a reason, in one sentence."""
+    return next((text for known, _, text in _BUILTIN if known == name), "A plugin refuses these batches: ask its documentation.")

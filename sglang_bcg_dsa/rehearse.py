@@ -1,8 +1,9 @@
 """The dress rehearsal: SGLang's real server on this machine's CPU, with the plugin, twice.
 
 Contract: the same seeded traffic goes to a server that replays prefill graphs (on the tape) and to
-one that runs eagerly; tokens and log-probabilities must be equal bit for bit, and something must
-have replayed. A fault must be noticed and named. Whatever happens, no process is left behind.
+one that runs eagerly; tokens and log-probabilities must be equal bit for bit, something must have
+replayed, and ``/metrics`` must say what ``/server_info`` says. A fault must be noticed and named.
+Whatever happens, no process is left behind.
 
 What it shows is correctness and agreement between ranks. It says nothing about speed on a GPU.
 """
@@ -22,6 +23,8 @@ from typing import Any, Literal, get_args
 from sglang_bcg_dsa import environment, traffic
 from sglang_bcg_dsa.activate import host_name
 from sglang_bcg_dsa.hooks.explain import states_of
+from sglang_bcg_dsa.metrics import INTERVAL
+from sglang_bcg_dsa.report import from_metrics
 from sglang_bcg_dsa.rollcall import ANSWER_SECONDS
 from sglang_bcg_dsa.testing import deep_ep_folder, dsa_folder, faults
 from sglang_bcg_dsa.testing.models import VOCABULARY, ModelKind, write_model
@@ -100,6 +103,7 @@ class Pass:
     host_replays: int = 0
     host_prefills: int = 0
     rows_crossed: list[int] = field(default_factory=list)
+    metrics_problem: str | None = None
 
 
 @dataclass
@@ -172,7 +176,26 @@ def _serve(outcome: Outcome, workdir: Path, *, graphs: bool, say: Say) -> Pass:
         done.states = states_of(info)
         done.rows_crossed = [s["deep_ep_gloo"]["rows_sent"] for s in info["internal_states"] if "deep_ep_gloo" in s]
         _count_host_lines(server.log(), done)
+        if done.states:
+            done.metrics_problem = _metrics_problem(server, done.states)
     return done
+
+
+def _metrics_problem(server: ServerHandle, states: Sequence[dict[str, Any]]) -> str | None:
+    """What ``/metrics`` says otherwise than ``/server_info``, once the last forwards must have got there; or None."""
+    deadline = time.monotonic() + 5 * INTERVAL
+    while True:
+        metrics = {(s["rank"]["dp"], s["rank"]["tp"]): s for s in from_metrics("/metrics", server.metrics())}
+        wrong = [
+            f"/metrics of rank {state['rank']} says {key} {shown.get(key)}, /server_info {state[key]}"
+            for state in states
+            for shown in (metrics.get((state["rank"]["dp"], state["rank"]["tp"]), {}),)
+            for key in ("prefill", "tokens", "buckets", "bucket_tokens", "votes_no")
+            if shown.get(key) != state[key]
+        ]
+        if not wrong or time.monotonic() > deadline:
+            return wrong[0] if wrong else None
+        time.sleep(0.2)
 
 
 def spec_of(options: Options, workdir: Path, graphs: bool) -> ServerSpec:
@@ -336,6 +359,8 @@ def _judge(outcome: Outcome) -> None:
     elif not graphs.states:
         outcome.problems.append("the plugin did not report under /server_info; it was not active")
     outcome.coverage = replay / prefills if prefills else None
+    if graphs.metrics_problem:
+        outcome.problems.append(graphs.metrics_problem)
     if not replay:
         outcome.problems.append("nothing was replayed: zero coverage, the comparison proves nothing")
     if outcome.options.deepep and not all(sum(done.rows_crossed) for done in outcome.passes):

@@ -33,6 +33,7 @@ _GROUPS = "sglang.srt.arg_groups"
 _GRAPHS = f"{_GROUPS}.cuda_graph_hook"
 _CONFIG = "sglang.srt.model_executor.cuda_graph_config"
 _SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+_COLLECTOR = "sglang.srt.observability.metrics_collector:SchedulerMetricsCollector"
 _MODEL = "sglang.srt.configs.model_config"
 _ALL = "0.5.16, 0.5.23"
 
@@ -207,6 +208,13 @@ SEAMS: tuple[Seam, ...] = (
          ("self", "size")),
         ("scheduler.state", Kind.HOOK, "sglang.srt.managers.scheduler:Scheduler.get_internal_state",
          "publishes the counters under /server_info", ("self", "recv_req")),
+        ("scheduler.metrics", Kind.HOOK, f"{_COLLECTOR}.init_new",
+         "the counters join SGLang's own under /metrics, in the processes that publish", ("cls", "server_args")),
+        *(
+            (f"scheduler.metrics.{name}", Kind.ATTRIBUTE, f"{owner}.{name}", "which process publishes, with which labels")
+            for owner, name in ((f"{_COLLECTOR}Context", "current_scheduler_metrics_enabled"),
+                                (f"{_COLLECTOR}Context", "collector"), (_COLLECTOR, "labels"))
+        ),
     ),
     *_rows(
         "audit",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang_bcg_dsa.compare import Outcome as Comparison
     from sglang_bcg_dsa.doctor import Part
     from sglang_bcg_dsa.rehearse import Outcome
+    from sglang_bcg_dsa.report import Report
 
 # Logs and pipes get wide lines; a terminal its own width.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
@@ -267,3 +268,49 @@ def chaos(found: dict[str, Any]) -> None:
     for problem in found["problems"]:
         out.print(Text(problem, style="red"))
     out.print(f"\n{len(found['problems'])} problems; {found['answers_compared']} answers compared.")
+
+
+def report(found: Report) -> None:
+    """The tables of ``report``. What a source does not tell is left out."""
+    rank = "rank" if len(found.ranks) == 1 else "ranks"
+    samples = f", {len(found.sources)} samples" if len(found.sources) > 1 else ""
+    out.print(Text(f"Prefills of {found.sources[0]}{samples}: {len(found.ranks)} {rank}, coverage {_percent(found.coverage)}",
+                   style="bold"))  # fmt: skip
+    told = found.states[0]["tokens"] is not None
+    waits = any((s.get("vote_waiting_seconds") or 0) > 1 for s in found.states)
+    table = _table("\nCoverage by rank", "rank", "replayed", "eager", "coverage",
+                   *(["real tokens", "padding"] if told else []), *(["last vote"] if waits else []))  # fmt: skip
+    for name, state in zip(found.ranks, found.states, strict=True):
+        cells = [name, str(state["prefill"]["replay"]), str(state["prefill"]["eager"]), _percent(state["coverage"])]
+        if told:
+            cells += [str(state["tokens"]["real"]), _share(state["tokens"]["padded"], state["tokens"]["real"])]
+        if waits:
+            cells.append(f"{state.get('vote_waiting_seconds') or 0:.0f} s ago")
+        table.add_row(*cells)
+    out.print(table)
+    table = _table("\nWhy not, all ranks", "reason", "eager prefills", "refused by (votes)", "meaning")
+    for name, by in {**{reason: {} for reason in found.reasons}, **found.refusals}.items():
+        votes = sorted(by.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"DP{rank} ({n})" for rank, n in votes[:6]) + (f", {len(votes) - 6} more" if len(votes) > 6 else "")
+        table.add_row(name, str(found.reasons.get(name, "-")), shown or "-", Text(meaning(name)))
+    unsaid = "these sources do not say." if found.eager else "no prefill ran eagerly."
+    out.print(table if table.row_count else f"\nWhy not: {unsaid}")
+    if advice := found.advice():
+        out.print(Text(f"\n{advice}", style="yellow"))
+    if buckets := found.by_bucket():
+        table = _table("\nBuckets, all ranks", "tokens", "replays", "real tokens", "padding", "capture s", "capture MB")
+        for size, row in buckets.items():
+            seconds = "-" if row["seconds"] is None else f"{row['seconds']:.2f}"
+            taken = "-" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f}"
+            table.add_row(str(size), str(row["replays"]), str(row["real"]), _share(row["padded"], row["real"]), seconds, taken)
+        out.print(table)
+    for note in found.notes:
+        out.print(Text(f"\n{note}", style="dim"))
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{100 * share:.1f} %"
+
+
+def _share(padded: int, real: int) -> str:
+    return f"{100 * padded / (real + padded):.0f} %" if real + padded else "-"

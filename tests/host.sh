@@ -15,7 +15,7 @@ cache=${BCG_DSA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-bcg-dsa}
 python=${PYTHON:-python3}
 root=$(cd "$(dirname "$0")/.." && pwd)
 pip="pip --disable-pip-version-check"
-extras="pytest>=8 hypothesis>=6.100 mypy>=1.11 ruff>=0.6 build>=1.2"
+extras="pytest>=8 hypothesis>=6.100 mypy>=1.11 ruff>=0.6 build>=1.2 matplotlib>=3.8"
 
 fail() { echo "tests/host.sh: $*" >&2; exit 1; }
 
@@ -55,5 +55,5 @@ fi
 "$target/bin/python" -m $pip install -q --no-deps --no-build-isolation -e "$root" 2>/dev/null ||
     "$target/bin/python" -m $pip install -q -e "$root" ||
     fail "this checkout could not be installed into $target; see pip's message above"
-"$target/bin/python" -c 'import pluggy, msgspec, rich' 2>/dev/null ||
-    "$target/bin/python" -m $pip install -q -e "$root" || fail "this package's requirements could not be installed"
+"$target/bin/python" -c 'import pluggy, msgspec, rich, prometheus_client, matplotlib' 2>/dev/null ||
+    "$target/bin/python" -m $pip install -q -e "$root[plots]" || fail "this package's requirements could not be installed"

@@ -15,6 +15,7 @@ from sglang_bcg_dsa.hooks.explain import STATE_KEY, ExplainFeature
 from sglang_bcg_dsa.hooks.manager import add, build_manager
 from sglang_bcg_dsa.ledger import Ledger
 from sglang_bcg_dsa.predicate import RunnerFacts
+from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Captured, Forward
 from sglang_bcg_dsa.seams import examine
@@ -65,7 +66,7 @@ def test_noes_are_counted_by_rank_and_reason() -> None:
 def feature(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[ExplainFeature, list[float]]:
     """An installed feature, and the clock it reads."""
     manager = build_manager()
-    made = ExplainFeature(manager.hook, lambda: {"features": {"vote": "supplied"}})
+    made = ExplainFeature(manager.hook, Progress(), lambda: {"features": {"vote": "supplied"}})
     add(manager, "explain", made)
     config = msgspec.structs.replace(Config(), explain=msgspec.structs.replace(Config().explain, **settings))
     installer = SimpleNamespace(around=lambda *a: None, after=lambda *a: None)

@@ -19,15 +19,15 @@ LEVELS: list[set[str]] = [
     {"records", "installer", "hostfacts", "progress"},
     {"hooks", "backends", "rollcall"},
     {"features", "flags", "ledger"},
-    {"hooks.specs"},
+    {"hooks.specs", "metrics"},
     {"hooks.manager", "backends.deepep", "backends.dsa", "backends.dsv4"},
     {"hooks.vote", "hooks.explain", "hooks.audit", "hooks.moe", "hooks.attention", "hooks.rules"},
     {"activate"},
     {"entry", "doctor", "testing"},
-    {"bench_rank"},
+    {"bench_rank", "report"},
     {"rehearse", "bench", "compare"},
     {"chaos"},
-    {"show"},
+    {"show", "plots"},
     {"cli"},
 ]
 RANK = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -60,6 +60,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
     expected = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py")} | {"sglang_bcg_dsa/py.typed"}
+    expected |= {str(p.relative_to(ROOT)) for p in (PACKAGE / "ops").iterdir()}
     assert names == expected
 
 

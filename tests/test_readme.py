@@ -14,11 +14,12 @@ from sglang_bcg_dsa import cli
 from sglang_bcg_dsa.config import Config
 from sglang_bcg_dsa.features import WORKING_RELEASES
 from sglang_bcg_dsa.hooks.manager import add, build_manager
+from sglang_bcg_dsa.metrics import COUNTERS, GAUGES, PREFIX
 from sglang_bcg_dsa.predicate import BatchFacts
-from sglang_bcg_dsa.reasons import NAMES, meaning
+from sglang_bcg_dsa.reasons import NAMES, cure, meaning
 from sglang_bcg_dsa.records import BatchView
 from sglang_bcg_dsa.rules import RULES
-from tests.conftest import ROOT
+from tests.conftest import PACKAGE, ROOT
 
 README = (ROOT / "README.md").read_text()
 
@@ -30,7 +31,14 @@ def blocks(language: str) -> list[str]:
 def test_every_reason_is_explained() -> None:
     """An operator who reads a reason in the log finds it here, in the same words as in the program."""
     for name in NAMES:
-        assert f"| `{name}` | {meaning(name)} |" in README
+        assert f"| `{name}` | {meaning(name)} | {cure(name)} |" in README
+
+
+def test_every_metric_and_alert_is_explained() -> None:
+    """Names in the tables are those that exist."""
+    assert set(re.findall(r"`(sglang:bcg_dsa_\w+)`", README)) == {PREFIX + name for name in COUNTERS | GAUGES}
+    rules = (PACKAGE / "ops/bcg-dsa-rules.yml").read_text()
+    assert re.findall(r"\| `(BcgDsa\w+)` \|", README) == re.findall(r"alert: (\w+)", rules)
 
 
 def test_every_rule_is_explained() -> None:
@@ -66,12 +74,12 @@ def test_releases_named_here_are_those_named_in_refusals() -> None:
         assert release in README
 
 
-@pytest.mark.parametrize("command", ["doctor", "rehearse"])
+@pytest.mark.parametrize("command", ["doctor", "rehearse", "report http"])
 def test_commands_have_the_options_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each option in the README is an option of the command."""
     (line,) = [s for s in README.splitlines() if s.startswith(f"sglang-bcg-dsa {command}")]
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command.split()[0], "--help"])
     shown = capsys.readouterr().out
     for option in re.findall(r"--[a-z-]+", line):
         assert option in shown

@@ -1,8 +1,9 @@
 """Builtin feature ``explain``: counts prefills and says why they did not replay.
 
-Contract: counters are published under ``/server_info`` of every DP rank, a summary line goes to
-the log while there are prefills, and coverage that stays at zero is warned about once, with the
-reasons. What it observes comes through the same hooks that third-party plugins have.
+Contract: counters are published under ``/server_info`` of every DP rank, and under ``/metrics`` by
+the ranks that publish SGLang's own; a summary line goes to the log while there are prefills, and
+coverage that stays at zero is warned about once, with the reasons. What it observes comes through
+the same hooks that third-party plugins have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from sglang_bcg_dsa.config import Config
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.ledger import Ledger
+from sglang_bcg_dsa.metrics import Exporter
+from sglang_bcg_dsa.progress import Progress
 from sglang_bcg_dsa.reasons import ReasonTable, meaning
 from sglang_bcg_dsa.records import Captured, Feature, Forward, State
 from sglang_bcg_dsa.seams import SeamSet, resolve
@@ -29,12 +32,13 @@ STATE_KEY = "bcg_dsa"
 
 
 class ExplainFeature:
-    """Counters, ``/server_info``, the summary line and the zero-coverage warning."""
+    """Counters, ``/server_info``, ``/metrics``, the summary line and the zero-coverage warning."""
 
     name = "explain"
 
-    def __init__(self, hooks: Any, features: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, hooks: Any, progress: Progress, features: Callable[[], dict[str, Any]]) -> None:
         self._hooks = hooks
+        self._progress = progress
         self._features = features
         self._warned = False
         self._due = 0.0
@@ -54,6 +58,7 @@ class ExplainFeature:
         installer.around("forward.eager", self.on_eager)
         installer.around("runner.capture_one", self.on_capture_one)
         installer.after("scheduler.state", self.on_state)
+        installer.after("scheduler.metrics", self.on_metrics)
 
     @hookimpl
     def bcg_forward(self, forward: Forward) -> None:
@@ -74,7 +79,8 @@ class ExplainFeature:
 
     @hookimpl
     def bcg_state(self) -> dict[str, Any]:
-        return {"version": __version__, "rank": self._rank(), **self._features(), **self.ledger.snapshot()}
+        now = round(time.time(), 3)
+        return {"version": __version__, "time": now, "rank": self._rank(), **self._features(), **self.ledger.snapshot()}
 
     # ------------------------------------------------------------------ host hooks
 
@@ -91,7 +97,12 @@ class ExplainFeature:
     def on_capture_one(self, original: Callable[..., Any], runner: Any, size: int, *args: Any, **kwargs: Any) -> Any:
         """Time the capture of one bucket, warm-ups included, and the memory it took."""
         before, start = _device_bytes(runner.device), time.perf_counter()
-        result = original(runner, size, *args, **kwargs)
+        try:
+            result = original(runner, size, *args, **kwargs)
+        except Exception as error:
+            self.ledger.count_capture_failed()
+            logger.critical("sglang-bcg-dsa: capture of bucket %d failed: %s", size, error)
+            raise
         seconds = time.perf_counter() - start
         after = _device_bytes(runner.device)
         if not runner.model_runner.is_draft_worker:
@@ -106,6 +117,15 @@ class ExplainFeature:
             entries.update(part or {})
         result.internal_state[STATE_KEY] = entries
         return result
+
+    def on_metrics(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """SGLang made its collector: ours joins it, with its labels, where it is to publish."""
+        if result.current_scheduler_metrics_enabled:
+            Exporter(self.ledger, self._progress, result.collector.labels, self._voters).start()
+
+    def _voters(self) -> int:
+        parallel = self._get_parallel()
+        return int(parallel.attn_dp_size) if int(parallel.attn_dp_rank) == 0 else 0
 
     def _rank(self) -> dict[str, int]:
         parallel = self._get_parallel()
