@@ -109,9 +109,9 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
 
 def test_deepseek_v4_with_graphs_equals_eager() -> None:
     """SGLang's own model, compressors and C4 indexer: contexts that select, cached pages, chunks, an idle rank."""
-    status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "18")
+    status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "10")
     assert status == 0, report["problems"]
-    assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 18, 0.0)
+    assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 10, 0.0)
     assert all(rank["prefill"]["replay"] > 0 for rank in report["passes"][0]["ranks"])
 
 
