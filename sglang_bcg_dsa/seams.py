@@ -327,6 +327,8 @@ SEAMS: tuple[Seam, ...] = (
                  "refreshes it for a live batch", ("capture_metadata", "forward_batch", "static_forward_batch")),
                 (f"{_DSV4}:DeepseekV4AttnBackend", "_build_forward_metadata", "builds metadata at a given width",
                  ("forward_batch", "max_seq_len_override", "use_prefill_cuda_graph")),
+                (f"{_DSV4}:DeepseekV4AttnBackend", "make_core_attn_metadata",
+                 "tables of the breaks are cut to the real rows", ("req_pool_indices_repeated", "seq_lens_casual", "out_loc")),
                 (f"{_DSV4}:DeepseekV4AttnBackend", "init_forward_metadata_indexer",
                  "the selection's schedules are made for the real rows", ("core_attn_metadata", "use_prefill_cuda_graph")),
                 (f"{_ATTENTION}.dsv4.indexer:C4IndexerBackendMixin", "forward_c4_indexer",

@@ -219,7 +219,7 @@ def test_a_wrong_policy_is_a_stale_value(wrong: str) -> None:
     def replayed(policies: dict[str, Policy]) -> dict[str, Any]:
         known = {n: p for n, p in {**dsv4.CORE, **policies}.items() if n in fields_of(CORE)}
         parts = bound()._policies
-        made = ours(contract=Contract(METADATA, {**parts, "core_attn_metadata": Contract(CORE, known)}))
+        made = ours(contract=dsv4.Quick(METADATA, {**parts, "core_attn_metadata": Contract(CORE, known)}))
         captured = captured_by(made)
         graph = TapeGraph()
         graph.capture_begin()
@@ -285,6 +285,95 @@ def test_a_refresh_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
         for wait in (lambda t: t.tolist(), lambda t: t.sum().item(), lambda t: int(t[0])):
             with pytest.raises(AssertionError, match="waits for the device"):
                 wait(static.seq_lens)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: each operator but views and allocations, and each kernel the host has for one."""
+
+    kernels = (("ExpandPrefillCausally", "execute"), ("BuildPageTablePositions", "execute"),
+               ("BuildCausalSwaPageIndices", "execute"), ("_init_compression_metadata_triton", None),
+               ("_plan", None))  # fmt: skip
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.in_kernel = False
+        plan = MODULE.create_paged_compressor_data
+        monkeypatch.setattr(MODULE, "_plan", plan, raising=False)
+
+        def convert(compress_ratio: int, *, req_pool_indices: Any, seq_lens: Any, extend_lens: Any, **how: Any) -> Any:
+            lens = [tensor.to(torch.int64) for tensor in (req_pool_indices, seq_lens, extend_lens)]
+            return MODULE._plan(compress_ratio, seq_lens=lens[1], extend_lens=lens[2], **how)
+
+        monkeypatch.setattr(MODULE, "create_paged_compressor_data", convert)
+        for name, method in self.kernels:
+            owner, attribute = (getattr(MODULE, name), method) if method else (MODULE, name)
+            monkeypatch.setattr(owner, attribute, self.kernel(name, getattr(owner, attribute)))
+
+    def kernel(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
+            self.in_kernel = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.in_kernel = False
+
+        return launch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.in_kernel and not func.is_view and not func.name().startswith("aten::empty"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_refresh_launches_less_than_the_host_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant: one copy for all that captured kernels read; the host's kernels run once each."""
+    launches = Launches(monkeypatch)
+    found = {}
+    for name, made in (("host", backend(HOST)), ("ours", ours())):
+        lens = [(700, 9), (128, 20)]
+        padded = batch(lens, BUCKET)
+        # As the host's own batch has them.
+        padded.extend_seq_lens = padded.extend_seq_lens.to(torch.int32)
+        captured = made.init_forward_metadata_for_breakable_cuda_graph_capture(batch([(0, BUCKET)]))
+        launches.names.clear()
+        with launches:
+            made.prepare_forward_metadata_for_breakable_cuda_graph_replay(
+                captured, batch(lens), static_forward_batch=padded
+            )
+        found[name] = list(launches.names)
+    assert found["ours"].count("aten::_foreach_copy_") == 1
+    for kernel, _ in launches.kernels:
+        assert found["ours"].count(kernel) == found["host"].count(kernel) > 0
+    assert len(found["ours"]) <= 0.65 * len(found["host"]), {name: len(names) for name, names in found.items()}
+
+
+@pytest.mark.parametrize("owner", ["core_attn_metadata.c4_out_loc", "core_attn_metadata.page_size", "c4_compress_metadata"])
+def test_what_does_not_fit_is_named_before_anything_is_written(owner: str) -> None:
+    """The quick comparison finds a shape, a value or a None that a captured kernel would not expect."""
+    made = ours()
+    captured, live = captured_by(made), made._live_metadata(batch([(700, 9)], BUCKET), 9)
+    kept = captured.core_attn_metadata.positions_casual.clone()
+    holder, _, name = owner.rpartition(".")
+    where = getattr(live, holder) if holder else live
+    setattr(where, name, {"c4_out_loc": torch.zeros(1, dtype=torch.int64), "page_size": 7}.get(name))
+    with pytest.raises(MetadataError, match=owner):
+        bound().refresh(captured, live)
+    assert torch.equal(captured.core_attn_metadata.positions_casual, kept)
+
+
+def test_a_table_that_neither_side_has_stays_absent() -> None:
+    """A model without a ratio: the rest is refreshed all the same."""
+    made = ours()
+    captured, live = captured_by(made), made._live_metadata(batch([(700, 9)], BUCKET), 9)
+    for metadata in (captured, live):
+        metadata.core_attn_metadata.c128_out_loc = metadata.c128_compress_metadata = None
+    bound().refresh(captured, live)
+    core, expected = captured.core_attn_metadata, live.core_attn_metadata
+    assert core.c128_out_loc is None
+    assert torch.equal(core.positions_casual, expected.positions_casual)
+    assert core.page_table is expected.page_table
 
 
 def test_a_cache_that_is_filled_layer_by_layer_is_waited_for_once() -> None:
@@ -610,27 +699,28 @@ def test_the_host_s_engine_runs_two_layers(monkeypatch: pytest.MonkeyPatch) -> N
             assert (hidden[rows:] == 1).all()
 
 
-@pytest.mark.skipif("dsv4.budget" not in SEAMS, reason="this host does not chunk scores")
-def test_scores_are_chunked_in_a_break_as_they_are_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has no budget where it would score in a graph; a break's own metadata gets the static one."""
-    from sglang_bcg_dsa import engine
+if "dsv4.budget" in SEAMS:  # a host that scores in chunks
 
-    with installed(monkeypatch) as run:
-        budget = run.feature.on_budget
-        metadata = SimpleNamespace(
-            use_prefill_cuda_graph=False, max_compressed_seq_len=2**18,
-            compressed_seq_lens=SimpleNamespace(device=SimpleNamespace(type="cuda", index=0)),
-        )  # fmt: skip
-        module = importlib.import_module(SEAMS["dsv4.budget.bytes"].module)
-        monkeypatch.setattr(module, "mqa_logits_static_budget_bytes", lambda device_index: 1 << 30)
-        none: Any = lambda *_, **__: None  # noqa: E731
-        assert budget(none, metadata, num_rows=2048) is None, "eager: the host's own answer"
-        monkeypatch.setattr(engine, "in_breakable_region", lambda: True)
-        assert budget(none, metadata, num_rows=2048) == 1 << 30
-        assert budget(none, metadata, num_rows=1) is None, "few scores need no budget"
-        assert budget(lambda *_, **__: 5, metadata, num_rows=2048) == 5
-        metadata.use_prefill_cuda_graph = True
-        assert budget(none, metadata, num_rows=2048) is None
+    def test_scores_are_chunked_in_a_break_as_they_are_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+        """The host has no budget where it would score in a graph; a break's own metadata gets the static one."""
+        from sglang_bcg_dsa import engine
+
+        with installed(monkeypatch) as run:
+            budget = run.feature.on_budget
+            metadata = SimpleNamespace(
+                use_prefill_cuda_graph=False, max_compressed_seq_len=2**18,
+                compressed_seq_lens=SimpleNamespace(device=SimpleNamespace(type="cuda", index=0)),
+            )  # fmt: skip
+            module = importlib.import_module(SEAMS["dsv4.budget.bytes"].module)
+            monkeypatch.setattr(module, "mqa_logits_static_budget_bytes", lambda device_index: 1 << 30)
+            none: Any = lambda *_, **__: None  # noqa: E731
+            assert budget(none, metadata, num_rows=2048) is None, "eager: the host's own answer"
+            monkeypatch.setattr(engine, "in_breakable_region", lambda: True)
+            assert budget(none, metadata, num_rows=2048) == 1 << 30
+            assert budget(none, metadata, num_rows=1) is None, "few scores need no budget"
+            assert budget(lambda *_, **__: 5, metadata, num_rows=2048) == 5
+            metadata.use_prefill_cuda_graph = True
+            assert budget(none, metadata, num_rows=2048) is None
 
 
 def test_two_batch_overlap_computes_nothing_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

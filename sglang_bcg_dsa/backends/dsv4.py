@@ -11,6 +11,8 @@ the break only zeroes its output: what it would read has not been computed.
   ``COPY``) has the bucket's rows and is refreshed in place; 72 bytes a row. What the break reads
   (``REBIND``) is the live batch's, cut to its real rows, and is dropped when another batch comes:
   one batch's tables live at a time, whatever the ladder. A field without a policy stops at start.
+* A refresh launches 0.6 of what SGLang's own does, counted on a CPU, FP8 schedules aside; all but three (the
+  window's targets, one copy) are SGLang's builders.
 * Online compression plans on the host, for the live batch: its C128 compressor leaves the segment
   as the indexer does, and its plan is rebound. A captured kernel would read the plan of capture.
 * The break writes the caller's output: the real rows, and zeroes below them. A rank without tokens
@@ -24,7 +26,9 @@ mega attention, context parallelism and draft models keep SGLang's own graphs (:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -83,6 +87,50 @@ WHOLE: Fields = {
 """Policy of the other fields of the host's ``DSV4Metadata``."""
 
 
+class Quick(Contract):
+    """A contract that looks its names up once and copies all dtypes in one launch, as bytes.
+
+    What does not fit at first sight (a shape, a None, configuration that is not the same object) is left to
+    :meth:`Contract.refresh`, which decides and names the field.
+    """
+
+    def __init__(self, cls: type, policies: Mapping[str, Policy | Contract]) -> None:
+        super().__init__(cls, policies)
+        owners = {"": self._policies, **{f"{n}.": p._policies for n, p in policies.items() if isinstance(p, Contract)}}
+        named = {p: [at + n for at, own in owners.items() for n, found in own.items() if found is p] for p in Policy}
+        self._copied, self._equal, self._rebound = (
+            attrgetter(*named[policy]) for policy in (Policy.COPY, Policy.EQUAL, Policy.REBIND)
+        )
+        self._rebinds = [(attrgetter(path.rpartition(".")[0]) if "." in path else None, path.rpartition(".")[2])
+                         for path in named[Policy.REBIND]]  # fmt: skip
+
+    def refresh(self, captured: Any, live: Any) -> None:
+        """See :meth:`Contract.refresh`."""
+        try:
+            old, new = self._copied(captured), self._copied(live)
+            fits = [(t.shape, t.dtype) for t in old] == [(t.shape, t.dtype) for t in new]
+            fits = fits and type(live) is self.cls and all(map(is_, self._equal(captured), self._equal(live)))
+        except AttributeError:  # a None on either side
+            fits = False
+        if not fits:
+            super().refresh(captured, live)
+            return
+        torch._foreach_copy_([_bytes(t) for t in old], [_bytes(t) for t in new], non_blocking=True)
+        self._rebind(captured, self._rebound(live))
+
+    def release(self, captured: Any) -> None:
+        """See :meth:`Contract.release`."""
+        self._rebind(captured, repeat(None, len(self._rebinds)))
+
+    def _rebind(self, captured: Any, values: Iterable[Any]) -> None:
+        for (owner, name), value in zip(self._rebinds, values, strict=True):
+            setattr(owner(captured) if owner else captured, name, value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
 def contract(metadata: type, core: type, plan: type, *, online: bool) -> Contract:
     """The contract of ``DSV4Metadata`` and what it holds. Raises MetadataError for a field without a policy.
 
@@ -94,7 +142,7 @@ def contract(metadata: type, core: type, plan: type, *, online: bool) -> Contrac
         "c4_compress_metadata": plans,
         "c128_compress_metadata": Policy.REBIND if online else plans,
     }
-    return Contract(metadata, {**_known(metadata, WHOLE), **parts})
+    return Quick(metadata, {**_known(metadata, WHOLE), **parts})
 
 
 def _known(cls: type, policies: Fields) -> Fields:
@@ -173,31 +221,30 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
                 captured.release(self._holder)
                 self._holder = None
             self.live_rows = rows
-            lens = batch.seq_lens_cpu
-            width = int(lens.max()) if lens is not None and len(lens) else 1
+            width = 1 if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu.tolist(), default=1)
             self._building = max(rows, 1)
             try:
                 found = self._build_forward_metadata(batch, max_seq_len_override=width, use_prefill_cuda_graph=True)
-                self._cut(found.core_attn_metadata)
             finally:
                 self._building = None
             target = self.token_to_kv_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
             found.core_attn_metadata.swa_out_cache_loc = target.to(torch.int32)
             return found
 
-        def init_forward_metadata_indexer(self, core_attn_metadata: Any, **how: Any) -> Any:
+        def make_core_attn_metadata(self, **given: Any) -> Any:
+            core = super().make_core_attn_metadata(**given)
             if self._building is not None:
                 # Before the selection's schedules are made from them: those are for the real rows too.
-                self._cut(core_attn_metadata)
+                for name in ROWS:
+                    table = getattr(core, name, None)
+                    if table is not None:
+                        setattr(core, name, cut(name, table, self._building))
+            return core
+
+        def init_forward_metadata_indexer(self, core_attn_metadata: Any, **how: Any) -> Any:
+            if self._building is not None:
                 how["use_prefill_cuda_graph"] = False
             return super().init_forward_metadata_indexer(core_attn_metadata, **how)
-
-        def _cut(self, core: Any) -> None:
-            assert self._building is not None
-            for name in ROWS:
-                table = getattr(core, name, None)
-                if table is not None:
-                    setattr(core, name, cut(name, table, self._building))
 
         # -------------------------------------------------------------- in a segment
 
