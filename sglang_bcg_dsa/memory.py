@@ -32,6 +32,8 @@ class Shape:
     topk: int
     chunked: bool
     """The host scores a large batch in chunks of rows."""
+    wide_draft: bool = False
+    """A draft model is captured too, by the host, which keeps tables of the whole context for each bucket."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,16 @@ def tables_mb(tokens: int, context: int, shape: Shape) -> float:
     return tokens * 4 * (pages + _up(2 * pages, 64) + WINDOW + 2 * shape.topk) / _MIB
 
 
+def draft_mb(ladder: Sequence[int], context: int, shape: Shape) -> float:
+    """What the host's graphs of a draft model keep: tables of every bucket. Its layer compresses and scores nothing."""
+    return tables_mb(sum(ladder), context, shape) if shape.wide_draft else 0.0
+
+
 def need_mb(ladder: Sequence[int], context: int, shape: Shape) -> float:
     """All of it while the largest bucket replays a batch at full context."""
     largest = max(ladder)
     scores = 0.0 if shape.chunked else scores_mb(largest, context)
-    return graph_mb(ladder, shape) + tables_mb(largest, context, shape) + scores
+    return graph_mb(ladder, shape) + tables_mb(largest, context, shape) + draft_mb(ladder, context, shape) + scores
 
 
 def shortage(left: float, ladder: Sequence[int], context: int, shape: Shape) -> Shortage | None:

@@ -50,6 +50,7 @@ _FIELDS = {
     "schedule:Schedule": ("max_total_tokens", "mem_fraction_static"),
     "disagg:Disagg": ("disaggregation_mode",),
     "device:Device": ("device",),
+    "spec:Spec": ("speculative_algorithm",),
 }  # fmt: skip
 """Arguments the rules read, by the class that declares them from 0.5.20 on; before, ServerArgs does."""
 
@@ -372,6 +373,8 @@ SEAMS: tuple[Seam, ...] = (
              "which layers of a cache are waited for")
             for name in ("layer_transfer_counter", "start_layer", "layer_num")
         ),
+        ("dsv4.narrow", Kind.ATTRIBUTE, f"{_DSV4}:DeepseekV4AttnBackend._prefill_graph_context_width",
+         "the host's graphs of a draft model keep tables of the live width only", (), "0.5.23", True),
         ("dsv4.budget", Kind.HOOK, f"{_ATTENTION}.dsv4.metadata:PagedIndexerMetadata._mqa_logits_budget",
          "scores are made in chunks of rows in a break too", ("self",), "0.5.23", True),
         ("dsv4.budget.asked", Kind.CALL, f"{_ATTENTION}.mqa_logits_utils:mqa_logits_needs_budget_check",
@@ -482,6 +485,8 @@ SEAMS: tuple[Seam, ...] = (
             (f"rules.arg.{name}", Kind.ATTRIBUTE, f"{_ARGS}.{name}", "a fact of the rules", (), "0.5.16", True)
             for name in ("enable_eplb", "ep_dispatch_algorithm", "elastic_ep_backend", "kv_cache_dtype", "dsa_prefill_backend")
         ),
+        ("rules.arg.dsv4_attn_backend", Kind.ATTRIBUTE, f"{_GROUPS}.fields.exec_:ExecKernel.dsv4_attn_backend",
+         "whether DeepSeek-V4 has the attention backend that we subclass", (), "0.5.23", True),
         ("rules.attention_dp", Kind.ATTRIBUTE, f"{_GROUPS}.fields.parallel:Parallel.attn_dp_size",
          "how many DP attention ranks", (), "0.5.23", True),
         ("rules.dp", Kind.ATTRIBUTE, f"{_ARGS}.dp_size", "DP attention ranks, if it is enabled", (), "0.5.16", True),

@@ -22,7 +22,7 @@ from sglang_bcg_dsa.backends import dsv4  # noqa: E402
 from sglang_bcg_dsa.config import Config  # noqa: E402
 from sglang_bcg_dsa.errors import CaptureError, MetadataError, StartupError  # noqa: E402
 from sglang_bcg_dsa.hooks.attention import AttentionFeature  # noqa: E402
-from sglang_bcg_dsa.memory import Shape, graph_mb, need_mb, scores_mb, shortage  # noqa: E402
+from sglang_bcg_dsa.memory import Shape, draft_mb, graph_mb, need_mb, scores_mb, shortage, tables_mb  # noqa: E402
 from sglang_bcg_dsa.metadata import Contract, Policy, fields_of  # noqa: E402
 from sglang_bcg_dsa.reasons import ReasonTable  # noqa: E402
 from sglang_bcg_dsa.seams import examine, resolve  # noqa: E402
@@ -556,6 +556,32 @@ def test_outside_a_breakable_region_nothing_is_ours(monkeypatch: pytest.MonkeyPa
     assert made._waiting == {}
 
 
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_breakable_decode_graph_is_never_ours(prefills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It verifies drafts in a mode that counts as a prefill, but the live rows are another forward's, or none: zeroes."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    made = ours(online=True)
+    layer = Layer(made, monkeypatch)
+    if prefills:
+        captured_by(made)
+    made.forward_metadata = backend(HOST)._build_forward_metadata(batch([(0, BUCKET)]))
+    monkeypatch.setattr(HOST, "_forward_prepare_normal", lambda *_, **__: (layer.queries, torch.ones(BUCKET, HEADS, 1)))
+    verify = batch([(0, BUCKET)])
+    verify.forward_mode = ForwardMode.TARGET_VERIFY
+    assert verify.forward_mode.is_extend()
+    x = torch.zeros(BUCKET, DIM)
+    made.forward_c4_indexer(x=x, q_lora=torch.zeros(BUCKET, 2), c4_indexer=layer, forward_batch=verify)
+    made.forward_core_compressor(x, verify, 7, layer)
+    assert layer.log == [f"select {BUCKET}", "score", f"compress {BUCKET} 128"], "the host's own, at once"
+    seen: list[Any] = []
+    with installed(monkeypatch) as run:
+        monkeypatch.setattr(importlib.import_module(SEAMS["dsv4.current"].module), "get_attn_backend", lambda: made)
+        run.feature._attend = lambda *_, **__: pytest.fail("our break")
+        run.feature.on_attend(lambda *call: seen.append(call), 1, 1, 2, 7, 4, None, False)
+    assert seen == [(1, 1, 2, 7, 4, None, False)]
+
+
 # ---------------------------------------------------------------------- memory
 
 SHAPE = Shape(hidden=4096, streams=4, heads=64, index_heads=64, topk=512, chunked=False)
@@ -576,6 +602,15 @@ def test_our_graphs_do_not_grow_with_the_context() -> None:
     assert round(graph_mb([2048], SHAPE)) == 497
     assert need_mb([2048], 2**20, SHAPE) - need_mb([2048], 2**16, SHAPE) > 1920
     assert need_mb([2048], 2**20, dataclasses.replace(SHAPE, chunked=True)) < 700
+
+
+def test_a_draft_model_s_graphs_keep_tables_for_every_bucket() -> None:
+    """The host's own, as wide as the context: at 1M tokens 53 kB a row, for all rows of the ladder."""
+    ladder, wide = [1024, 2048, 4096], dataclasses.replace(SHAPE, wide_draft=True)
+    more = need_mb(ladder, 2**20, wide) - need_mb(ladder, 2**20, SHAPE)
+    assert more == pytest.approx(draft_mb(ladder, 2**20, wide)) == pytest.approx(7 * tables_mb(1024, 2**20, SHAPE))
+    assert round(more) == 368
+    assert draft_mb(ladder, 2**20, SHAPE) == 0
 
 
 @given(st.floats(1, 20_000), st.lists(st.integers(8, 16_384), min_size=1, max_size=6), st.integers(256, 2**20))
@@ -652,7 +687,9 @@ def test_a_break_of_another_backend_is_the_host_s(monkeypatch: pytest.MonkeyPatc
         run.feature.on_attend(lambda *a: seen.append(a), *arguments)
         assert seen == [arguments]
         made = ours()
+        captured_by(made)
         made._waiting = {"select": "work"}
+        monkeypatch.setattr(dsv4, "in_breakable_region", lambda: True)
         monkeypatch.setattr(current, "get_attn_backend", lambda: made)
         run.feature._attend = lambda *a, **left: seen.append((a, left))
         run.feature.on_attend(lambda *a: pytest.fail("the host's break"), *arguments)

@@ -168,7 +168,9 @@ LADDERS: dict[str, tuple[list[str], Any]] = {
 DSV4 = {
     "default": [], "deepep": [*DEEPEP, *DP], "listed": ["--cuda-graph-bs-prefill", "512", "2048"],
     "short": ["--mem-fraction-static", "0.985"], "short, chosen": ["--mem-fraction-static", "0.985", *EXPLICIT],
-    "nothing fits": ["--mem-fraction-static", "0.99999"], "overlap": ["--enable-two-batch-overlap", *DEEPEP],
+    "draft": ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1",
+              "--speculative-num-draft-tokens", "2"],
+    "nothing fits": ["--mem-fraction-static", "0.999999"], "overlap": ["--enable-two-batch-overlap", *DEEPEP],
 }  # fmt: skip
 OFF_BY = {
     "your arguments": ["--disable-prefill-cuda-graph"],
@@ -423,6 +425,33 @@ def test_dsv4_graphs_without_room_say_what_would_fit(resolved: Resolved) -> None
         assert "a lower --mem-fraction-static would fit" in text
     nothing = "\n".join(resolved("dsv4", "nothing fits")["log"])
     assert "are missing; a lower --mem-fraction-static would fit" in nothing
+
+
+def test_a_draft_model_s_tables_are_set_aside_where_the_host_keeps_them(resolved: Resolved) -> None:
+    """SGLang 0.5.16 captures the draft of every bucket at the full context; later ones at the live width."""
+    def reserved(name: str) -> float:
+        (line,) = [s for s in resolved("dsv4", name)["log"] if "set aside for DSV4 graphs" in s][-1:]
+        return float(line.split()[1])
+
+    assert resolved("dsv4", "draft")["backend"] == "breakable", resolved("dsv4", "draft")
+    more = reserved("draft") - reserved("default")
+    # Four bytes for pages of 256 tokens, blocks of 128, the window and the selected slots twice.
+    rows = sum(resolved("dsv4", "default")["bs"])
+    assert more == pytest.approx(0 if OWN else rows * 4 * (2**12 + 2**13 + 128 + 2 * 512) / 2**20, abs=1)
+
+
+@pytest.mark.skipif("rules.arg.dsv4_attn_backend" not in SEAMS, reason="this host has one attention backend for it")
+def test_dsv4_with_trt_llm_attention_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That backend is not ours: its graphs pin scores of the full context, which SGLang switches off."""
+    view = SimpleNamespace(dsv4_attn_backend="flashmla")
+    config = SimpleNamespace(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"])
+    answers: dict[str, Any] = {"rules.view": lambda _: view, "rules.model": lambda _: SimpleNamespace(hf_config=config)}
+    monkeypatch.setattr(hooks_rules, "resolve", lambda seam: answers.get(seam.key) or resolve(seam))
+    asked = RulesFeature(lambda: {"features": {"attention": "extended"}})
+    asked._seams = SEAMS
+    assert asked._model(None) == "dsv4"
+    view.dsv4_attn_backend = "trtllm"
+    assert asked._model(None) == "other"
 
 
 def test_dsv4_without_our_attention_is_left_to_sglang(resolved: Resolved) -> None:

@@ -248,8 +248,13 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
 
         # -------------------------------------------------------------- in a segment
 
+        def in_prefill_graph(self) -> bool:
+            """Whether a prefill graph is warmed up or captured. Breakable decode graphs also verify drafts, in a mode that
+            counts as a prefill: their metadata was not made here, and no live rows belong to it."""
+            return in_breakable_region() and self._holder is not None and self.forward_metadata is self._holder
+
         def forward_c4_indexer(self, x: Any, q_lora: Any, c4_indexer: Any, forward_batch: Any, **how: Any) -> None:
-            if not in_breakable_region() or not forward_batch.forward_mode.is_extend():
+            if not self.in_prefill_graph():
                 super().forward_c4_indexer(x=x, q_lora=q_lora, c4_indexer=c4_indexer, forward_batch=forward_batch, **how)
                 return
             queries = x.shape[0]
@@ -265,7 +270,7 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
             self._wait("select", c4_indexer.layer_id, (c4_indexer, q, weights))
 
         def forward_core_compressor(self, x: Any, forward_batch: Any, layer_id: int, compressor: Any) -> None:
-            if online and compressor.ratio == 128 and in_breakable_region() and forward_batch.forward_mode.is_extend():
+            if online and compressor.ratio == 128 and self.in_prefill_graph():
                 self._wait("compress", layer_id, (compressor, compressor.compute_kv_score(x, forward_batch)))
             else:
                 super().forward_core_compressor(x, forward_batch, layer_id, compressor)

@@ -114,7 +114,7 @@ class AttentionFeature:
 
         get_backend = resolve(self._seams["dsv4.current"])
         backend = get_backend()
-        if not hasattr(backend, "selects_in_breaks"):
+        if not (hasattr(backend, "selects_in_breaks") and backend.in_prefill_graph()):
             return original(query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache)
         if self._attend is None:
             body = dsv4.Attention(resolve(self._seams["dsv4.body"]), resolve(self._seams["dsv4.context"]), get_backend)

@@ -25,7 +25,7 @@ from sglang_bcg_dsa.errors import StartupError
 from sglang_bcg_dsa.exchange import Missing, publish_and_collect
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
-from sglang_bcg_dsa.memory import Shape, graph_mb, shortage, tables_mb
+from sglang_bcg_dsa.memory import Shape, draft_mb, graph_mb, shortage, tables_mb
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.rollcall import group
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 BREAKABLE, DISABLED = "breakable", "disabled"
 _MEMORY = "sglang_bcg_dsa/memory"
+_OWN_DRAFT = {"EAGLE", "NEXTN"}
+"""Algorithms that draft with DeepSeek-V4's own extra layer and capture its prefills."""
 _ACTIVE = {State.SUPPLIED.value, State.EXTENDED.value}
 
 
@@ -151,7 +153,7 @@ class RulesFeature:
             return None
         if self._model(server_args) == "dsv4" and (ladder := [n for n in _sizes(phase) if isinstance(n, int) and n > 0]):
             shape, context = self._shape(server_args), self._model_config(server_args).context_len
-            own = graph_mb(ladder, shape) + tables_mb(max(ladder), context, shape)
+            own = graph_mb(ladder, shape) + tables_mb(max(ladder), context, shape) + draft_mb(ladder, context, shape)
             logger.info("sglang-bcg-dsa: %.0f MB set aside for DSV4 graphs: buckets up to %d, contexts up to %d tokens",
                         own, max(ladder), context)  # fmt: skip
             result += own
@@ -247,11 +249,12 @@ class RulesFeature:
         logger.warning("sglang-bcg-dsa: feature rules keeps prefills eager: %s", message)
 
     def _shape(self, server_args: Any) -> Shape:
-        config = self._model_config(server_args).hf_config
-        heads = -(-config.num_attention_heads // self._attention_tp(self._view(server_args)))
+        view, config = self._view(server_args), self._model_config(server_args).hf_config
+        heads = -(-config.num_attention_heads // self._attention_tp(view))
         return Shape(
             hidden=config.hidden_size, streams=config.hc_mult, heads=max(heads, 64), index_heads=config.index_n_heads,
             topk=config.index_topk, chunked="dsv4.budget" in self._seams,
+            wide_draft=view.speculative_algorithm in _OWN_DRAFT and "dsv4.narrow" not in self._seams,
         )  # fmt: skip
 
     def _off(self, server_args: Any, against: tuple[Rule, ...]) -> None:
@@ -315,9 +318,12 @@ class RulesFeature:
         """``dsa``, ``dsv4``, ``mla`` or ``other``: a model whose graphs are SGLang's business."""
         config = self._model_config(server_args)
         if resolve(self._seams["rules.is_dsv4"])(config.hf_config):
-            # DeepSeek-V4.1 has the same architecture name and other compressors.
-            v41 = config.hf_config.model_type.startswith("deepseek_v41")
-            return "dsv4" if self._states()["features"]["attention"] in _ACTIVE and not v41 else "other"
+            # DeepSeek-V4.1 has the same architecture name and other compressors; TRT-LLM's attention a backend of its
+            # own, whose graphs pin scores of the full context.
+            others = config.hf_config.model_type.startswith("deepseek_v41") or (
+                "rules.arg.dsv4_attn_backend" in self._seams and self._view(server_args).dsv4_attn_backend == "trtllm"
+            )
+            return "dsv4" if self._states()["features"]["attention"] in _ACTIVE and not others else "other"
         if resolve(self._seams["rules.is_dsa"])(config.hf_config):
             return "dsa"
         return "mla" if config.attention_arch is resolve(self._seams["rules.architectures"]).MLA else "other"
