@@ -318,10 +318,10 @@ def _report(args: argparse.Namespace) -> int:
         if not 0 <= args.watch <= 86400:
             raise ReportError(f"--watch {args.watch:g}: expected up to 86400 seconds")
         found = read(args.sources, watch=args.watch, api_key=args.api_key, say=show.progress)
+        written = plots.draw(found, args.plots) if args.plots is not None else []
     except ReportError as error:
         print(f"sglang-bcg-dsa report: {error}", file=sys.stderr)
         return BAD_INPUT
-    written = plots.draw(found, args.plots) if args.plots is not None else []
     if args.json:
         _print_json({**found.as_json(), "plots": [str(path) for path in written]})
         return OK

@@ -64,8 +64,8 @@ class Audit(_Table, frozen=True, kw_only=True):
 
     ``exchange_seconds``: how long a rank waits at start for the others' feature records. Ranks of
     one tensor-parallel group have just left a barrier; pipeline stages may be minutes apart.
-    ``stall_seconds``: a rank that waits this long for the others' votes, or does not vote this
-    long while they wait, is reported and the server is stopped. Kernel compilation takes up to
+    ``stall_seconds``: when a receipt of requests, a vote, a forward or a wait for its results lasts
+    this long on any rank, all ranks report and the server is stopped. Kernel compilation takes up to
     4 minutes on a fresh H200 (measured), hence the default.
     """
 

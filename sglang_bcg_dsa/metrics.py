@@ -10,8 +10,8 @@ here late, in a process whose SGLang has just done the same.
 Labels are SGLang's own and ours. Ours are bounded: reasons are those of the table, ranks those of
 the group, buckets those of the ladder. Every series whose labels are known exists from the start,
 at zero, so that ``increase()`` sees the first event. Sums mean something: a forward is counted once,
-under the first of its reasons; the votes of all ranks are counted by DP rank 0 alone, which is on
-the node that serves ``/metrics``.
+under the first of its reasons; the votes of all ranks are counted by TP rank 0 alone, of the ranks that
+share DP rank 0; it is on the node that serves ``/metrics``.
 """
 
 from __future__ import annotations

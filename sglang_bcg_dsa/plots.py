@@ -37,7 +37,10 @@ def check(folder: Path) -> None:
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Write the pictures and return their paths. Adds a note to the report for each that is missing."""
+    """Write the pictures and return their paths. Adds a note to the report for each that is missing.
+
+    Raises ReportError for a picture that cannot be written.
+    """
     drawn = []
     for name, make, missing in (
         ("coverage.png", _coverage, "coverage over time needs two samples: --watch, several documents, or a log"),
@@ -51,7 +54,10 @@ def draw(report: Report, folder: Path) -> list[Path]:
         sources = [s if "://" in s else Path(s).name for s in (report.sources[0], report.sources[-1])]
         text = sources[0] if len(report.sources) == 1 else f"{len(report.sources)} samples, {sources[0]} .. {sources[1]}"
         figure.text(0.01, 0.01, text, color=_FAINT, fontsize=8, va="bottom")
-        figure.savefig(folder / name, dpi=150)
+        try:
+            figure.savefig(folder / name, dpi=150)
+        except OSError as error:
+            raise ReportError(f"--plots: {folder / name} cannot be written: {error.strerror}") from None
         drawn.append(folder / name)
     return drawn
 

@@ -1,7 +1,7 @@
 """Where this rank is. The one owner of that question: marked by the scheduler's thread, read by the watchdog.
 
 Contract: a mark is one write of one tuple, so that no reader sees a phase with another phase's time.
-Each vote, forward and processing of results is marked (0.5 us, twice), no segment and no break:
+Each receipt of requests, vote, forward and processing of results is marked (0.5 us, twice), no segment and no break:
 which of them a rank is in is read from the marked thread's stack once somebody asks, so a replay
 pays nothing for it. Reading never raises and needs the interpreter, not the thread.
 
@@ -22,10 +22,10 @@ from typing import Any
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.vote import Verdict
 
-BETWEEN, VOTE, FORWARD, RESULTS, CAPTURE = "between", "vote", "forward", "results", "capture"
-LIMITED = frozenset({VOTE, FORWARD, RESULTS})
+BETWEEN, RECEIVE, VOTE, FORWARD, RESULTS, CAPTURE = "between", "receive", "vote", "forward", "results", "capture"
+LIMITED = frozenset({RECEIVE, VOTE, FORWARD, RESULTS})
 """Phases that are over within ``audit.stall_seconds`` or never. A capture compiles kernels and has limits of
-its own, and a rank between steps may have nothing to do."""
+its own, and a rank between steps may have nothing to do; an idle one receives no requests again and again."""
 _COLLECTIVE_MODULES = ("torch.distributed", "deep_ep")
 
 
@@ -94,7 +94,7 @@ class Progress:
         """Everything that is known, as one clause for a message."""
         phase, since, mode = self.at
         parts = [_PHASES[phase].format(f"{time.monotonic() - since:.1f} s", str(getattr(mode, "name", "")).lower())]
-        parts.append(f"{'after' if phase == BETWEEN else 'in'} step {self.step}")
+        parts.append(f"{'after' if phase in (BETWEEN, RECEIVE) else 'in'} step {self.step}")
         if (verdict := self.verdict) is not None:
             noes = [f"DP rank {vote.rank}: {self.table.text(vote.against)}" for vote in verdict.noes()[:4]]
             why = f"replay, bucket {verdict.bucket}" if verdict.replay else f"eager ({'; '.join(noes)})"
@@ -121,6 +121,7 @@ class Progress:
 
 _PHASES = {
     BETWEEN: "has not voted since {0}",
+    RECEIVE: "receives requests since {0}",
     VOTE: "waits since {0} for the others' votes",
     FORWARD: "runs a forward ({1}) since {0}",
     RESULTS: "waits since {0} for the results of a forward",

@@ -10,6 +10,7 @@ found, what was expected and what to do.
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from sglang_bcg_dsa.hooks.explain import states_of
+import msgspec
+
+from sglang_bcg_dsa.hooks.explain import STATE_KEY, states_of
 from sglang_bcg_dsa.metrics import PREFIX
 from sglang_bcg_dsa.reasons import cure
 
@@ -39,6 +42,56 @@ _WATCHES = 120
 
 class ReportError(ValueError):
     """A source that cannot be reported on."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Real = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Also a time: until the year 5138. Not NaN, not infinity."""
+_Bucket = Annotated[str, msgspec.Meta(pattern=r"^\d{1,9}$")]
+_Tokens = dict[Literal["real", "padded"], _Count]
+
+
+class _Rank(msgspec.Struct):
+    dp: _Count
+    tp: _Count
+
+
+class _Prefill(msgspec.Struct):
+    replay: _Count
+    eager: _Count
+
+
+class _No(msgspec.Struct):
+    rank: _Count
+    reason: str
+    votes: _Count
+
+
+class _Entry(msgspec.Struct):
+    """What is used of one rank's entry, as its server writes it; more than this may be there."""
+
+    rank: _Rank
+    prefill: _Prefill
+    coverage: _Real | None
+    reasons: dict[str, _Count]
+    votes_no: list[_No]
+    tokens: _Tokens
+    buckets: dict[_Bucket, _Count]
+    bucket_tokens: dict[_Bucket, _Tokens]
+    capture: dict[_Bucket, dict[Literal["seconds", "bytes"], _Real | None]]
+    adapter_us: dict[str, _Real | None] | None
+    time: _Real = 0.0
+    vote_waiting_seconds: _Real | None = None
+
+
+def _check(source: str, states: Iterable[State]) -> None:
+    """Raise ReportError for an entry that no server of ours writes."""
+    for state in states:
+        try:
+            msgspec.convert(state, _Entry)
+        except msgspec.ValidationError as error:
+            what = str(error).replace("`$", f"`{STATE_KEY}")
+            raise ReportError(f"{source}: an entry of the plugin is damaged ({what}); fetch the document anew") from None
 
 
 class Point(NamedTuple):
@@ -165,7 +218,7 @@ def read(sources: Sequence[str], *, watch: float = 0.0, api_key: str | None = No
 
     ``watch``: seconds during which a URL is sampled.
     """
-    urls = [s for s in sources if re.match(r"https?://", s)]
+    urls = [s for s in sources if re.match(r"https?://", s, re.I)]
     if urls and len(sources) > 1:
         raise ReportError(f"{len(sources)} sources with a URL among them: give one URL, or files alone")
     if watch and not urls:
@@ -204,24 +257,30 @@ def _text(source: str) -> str:
 def _parsed(source: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{source} looks like JSON and is not ({error}); was it cut off?") from None
 
 
 def _live(url: str, watch: float, api_key: str | None, say: Say) -> Report:
     base = re.sub(r"/(server_info|metrics)?/?$", "", url)
     samples = [_sample(base, api_key)]
+    missed: list[ReportError] = []
     until = time.monotonic() + watch
     pause = max(1.0, watch / _WATCHES)
     try:
         while time.monotonic() + pause <= until:
             time.sleep(pause)
-            samples.append(_sample(base, api_key))
-            say(f"{len(samples)} samples")
+            try:
+                samples.append(_sample(base, api_key))
+            except ReportError as error:  # a restart, or a server too busy to answer: what there is of the watch counts
+                missed.append(error)
+            say(f"{len(samples)} samples{f', {len(missed)} missed ({missed[-1]})' if missed else ''}")
     except KeyboardInterrupt:
         say(f"stopped after {len(samples)} samples")
     report = _over_time(samples)
     report.sources = [base]
+    if missed:
+        report.notes.append(f"{len(missed)} samples are missing; the last because of {missed[-1]}")
     try:
         waits = from_metrics(base, _get(f"{base}/metrics", api_key))
     except ReportError as error:
@@ -240,28 +299,33 @@ def _sample(base: str, api_key: str | None) -> Sample:
 
 def _get(url: str, api_key: str | None) -> str:
     try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        request = urllib.request.Request(url)
+        if api_key:  # for this host alone, not for one it redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {api_key}")
         with urllib.request.urlopen(request, timeout=20) as response:
             return str(response.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
+        error.close()
         why = {401: ": it wants --api-key", 403: ": it wants another --api-key", 404: ": is it a server of SGLang?"}
         raise ReportError(f"{url}: HTTP {error.code}{why.get(error.code, '')}") from None
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{url}: {getattr(error, 'reason', error)}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ReportError(f"{url}: {str(getattr(error, 'reason', error)).strip() or type(error).__name__}") from None
 
 
 def _from_server_info(source: str, at: float, info: Any) -> Sample:
     if not isinstance(info, dict) or not isinstance(info.get("internal_states"), list):
         raise ReportError(f"{source} is JSON, but no /server_info of SGLang: it has no list 'internal_states'")
-    states = states_of(info)
-    if not states:
+    ours = [s for s in info["internal_states"] if isinstance(s, dict) and STATE_KEY in s]
+    if not ours:
         raise ReportError(f"{source}: the plugin is not active in this server: start it with --plugins bcg_dsa, and [explain] on")
-    for state in states:
-        if missing := [key for key in _NEEDED if key not in state]:
+    for state in (s[STATE_KEY] for s in ours):
+        if isinstance(state, dict) and (missing := [key for key in _NEEDED if key not in state]):
             raise ReportError(
                 f"{source}: the server runs sglang-bcg-dsa {state.get('version', '(unknown)')}, whose entry has no "
                 f"{', '.join(missing)}; install the release of this command there"
             )
+    _check(source, (s[STATE_KEY] for s in ours))
+    states = states_of({"internal_states": ours})
     return Sample(source, float(states[0].get("time", at)), states)
 
 
@@ -275,16 +339,29 @@ def from_metrics(source: str, text: str) -> list[State]:
     """The ranks' entries from Prometheus text; one forward counts under its first reason alone."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    states: dict[tuple[int, int], State] = {}
-    noes: dict[tuple[int, str], int] = defaultdict(int)
     try:
         found = [s for f in text_string_to_metric_families(text) for s in f.samples if _OURS.match(s.name)]
     except ValueError as error:
         raise ReportError(f"{source} is no Prometheus text ({error})") from None
+    try:
+        states = _from_samples(found)
+    except (KeyError, ValueError, OverflowError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ReportError(f"{source}: a {PREFIX}* series is damaged ({what}); fetch the document anew") from None
+    if not states:
+        raise ReportError(f"{source} has no {PREFIX}* series: the plugin is not active in this server, or older than its metrics")
+    _check(source, states)
+    return states
+
+
+def _from_samples(found: Iterable[Any]) -> list[State]:
+    """Raises KeyError, ValueError or OverflowError for labels and values that are not ours."""
+    states: dict[tuple[int, int, int], State] = {}
+    noes: dict[tuple[int, str], int] = defaultdict(int)
     for sample in found:
         labels, name, value = sample.labels, _OURS.sub("", sample.name), sample.value
-        dp, tp = int(labels.get("dp_rank", 0)), int(labels.get("tp_rank", 0))
-        state = states.setdefault((dp, tp), _blank(dp, tp))
+        dp, tp, pp = (int(labels.get(f"{kind}_rank", 0)) for kind in ("dp", "tp", "pp"))
+        state = states.setdefault((dp, tp, pp), _blank(dp, tp))
         bucket = labels.get("bucket", "")
         if name == "prefill_total":
             state["prefill"][labels["path"]] += int(value)
@@ -300,11 +377,11 @@ def from_metrics(source: str, text: str) -> list[State]:
             taken = value if what == "seconds" else int(value)
             state["capture"].setdefault(bucket, {"seconds": None, "bytes": None})[what] = taken
         elif name == "vote_no_total" and value:
-            noes[int(labels["rank"]), labels["reason"]] += int(value)
+            # Every process that counts votes counts all of them.
+            key = int(labels["rank"]), labels["reason"]
+            noes[key] = max(noes[key], int(value))
         elif name == "vote_waiting_seconds":
             state["vote_waiting_seconds"] = value
-    if not states:
-        raise ReportError(f"{source} has no {PREFIX}* series: the plugin is not active in this server, or older than its metrics")
     votes = [{"rank": rank, "reason": reason, "votes": n} for (rank, reason), n in sorted(noes.items())]
     for state in states.values():
         forwards = sum(state["prefill"].values())
@@ -347,8 +424,8 @@ def _over_time(samples: list[Sample]) -> Report:
 
 _STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)((?: [A-Z]+\d+)*)\]")
 _HOST = re.compile(r"Prefill batch.*? graph: (True|False)")
-_SUMMARY = re.compile(r"sglang-bcg-dsa: (\d+) prefills in the last [\d.]+ s, (\d+) replayed .*reasons: (.*)$")
-_ZERO = re.compile(r"sglang-bcg-dsa: none of the first (\d+) prefills replayed a graph\. Reasons: (.*)$")
+_SUMMARY = re.compile(r"sglang-bcg-dsa: ([1-9]\d*) prefills in the last [\d.]+ s, (\d+) replayed .*reasons: (.*)$")
+_ZERO = re.compile(r"sglang-bcg-dsa: none of the first ([1-9]\d*) prefills replayed a graph\. Reasons: (.*)$")
 _NOTED = re.compile(r"sglang-bcg-dsa: (prefill graphs: .*|capture of bucket \d+ failed.*|the group agreed.*|rank \d.*)$")
 
 
@@ -365,7 +442,10 @@ def _from_logs(logs: Sequence[tuple[str, str]]) -> Report:
                 continue
             if noted := _NOTED.search(line):
                 notes[noted.group(1)] = None
-            at = datetime.strptime(stamp.group(1), "%Y-%m-%d %H:%M:%S").timestamp()
+            try:
+                at = datetime.strptime(stamp.group(1), "%Y-%m-%d %H:%M:%S").timestamp()
+            except (ValueError, OverflowError):  # no time: another program's line
+                continue
             rank = {name: int(n) for name, n in re.findall(r"([A-Z]+)(\d+)", stamp.group(2))}
             key = rank.get("DP", 0), rank.get("TP", 0)
             if found := _HOST.search(line):

@@ -108,12 +108,15 @@ def _in_time(operation: Callable[[], None]) -> bool:
 
 
 def suspects(found: Mapping[int, Mapping[str, Any]]) -> str:
-    """Who keeps the others waiting, as a sentence: who is silent, else behind, else the only ones that do not wait."""
+    """Who keeps the others waiting, as a sentence: who is silent, else behind, else the only ones that do not wait.
+
+    Of those behind, one that waits may wait for another of them: a rank whose batches it shares (attention TP).
+    """
     silent = [rank for rank, record in found.items() if "step" not in record]
     last = max((record["step"] for record in found.values() if "step" in record), default=0)
     behind = [rank for rank, record in found.items() if record.get("step", last) < last]
     busy = [rank for rank, record in found.items() if not record.get("waits", True)]
-    late = silent or behind or (busy if len(busy) < len(found) else [])
+    late = silent or [rank for rank in behind if rank in busy] or behind or (busy if len(busy) < len(found) else [])
     if not late:
         return "No rank is behind the others: compare where they are"
     return f"Rank {', '.join(map(str, sorted(late)))} keeps the others waiting"

@@ -23,9 +23,10 @@ import json
 from sglang_bcg_dsa.seams import examine
 from sglang_bcg_dsa.testing import layers
 found = layers.run(3, 7, 0.15, lambda text: None)
+root = layers.one_round(3, layers.Round(0, "stall", 0, 2, 0.1, 5), examine())
 layers.STALL_SECONDS, layers.END_SECONDS = 600.0, 2.0
 blind = [layers.one_round(3, layers.Round(0, kind, 1, 2, 0.1, 5), examine()) for kind in ("stop", "hang")]
-print(json.dumps({"found": found, "blind": blind}))
+print(json.dumps({"found": found, "root": root, "blind": blind}))
 """
 
 
@@ -47,6 +48,12 @@ def test_whatever_happens_to_a_rank_is_noticed_and_named_in_time(seen: dict[str,
     assert found["kinds"].keys() == layers.KINDS.keys()
     assert found["answers_compared"] > 0
     assert found["slowest_end_seconds"] < layers.END_SECONDS
+
+
+def test_a_rank_that_others_wait_for_before_they_vote_is_named(seen: dict[str, Any]) -> None:
+    """All ranks but the first get their requests from it: when it stalls they are in that broadcast, in no vote."""
+    assert seen["root"]["problems"] == []
+    assert seen["root"]["ended_after_seconds"] is not None
 
 
 def test_without_a_watchdog_the_same_rounds_are_problems(seen: dict[str, Any]) -> None:

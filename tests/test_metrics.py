@@ -128,7 +128,7 @@ def join(made: Any, dp: int, enabled: bool = True) -> None:
 
 
 def test_who_publishes_follows_the_host_and_votes_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SGLang does not publish, neither do we; all ranks' votes come from DP rank 0 alone."""
+    """Where SGLang does not publish, neither do we; all ranks' votes come from TP rank 0 alone."""
     monkeypatch.setattr(Exporter, "start", Exporter.flush)
     made, _ = feature(monkeypatch)
     join(made, 0, enabled=False)
@@ -137,6 +137,16 @@ def test_who_publishes_follows_the_host_and_votes_are_counted_once(monkeypatch: 
     assert value("prefill_total", path="replay", reason="", dp_rank=1) == 0
     votes = [s for f in REGISTRY.collect() for s in f.samples if s.name == "sglang:bcg_dsa_vote_no_total"]
     assert votes == []
+
+
+@pytest.mark.parametrize(("dp", "tp", "voters"), [(0, 0, 2), (0, 1, 0), (1, 2, 0)])
+def test_ranks_that_share_dp_rank_0_do_not_count_its_votes_again(
+    monkeypatch: pytest.MonkeyPatch, dp: int, tp: int, voters: int
+) -> None:
+    """With --enable-metrics-for-all-schedulers every one of them publishes, and has gathered all votes."""
+    made, _ = feature(monkeypatch)
+    made._get_parallel = lambda: SimpleNamespace(attn_dp_rank=dp, attn_dp_size=2, tp_rank=tp)
+    assert made._voters() == voters
 
 
 def test_sglang_is_not_asked_for_its_groups_before_it_has_them() -> None:

@@ -22,6 +22,7 @@ from sglang_bcg_dsa.seams import examine
 from tests.conftest import ROOT
 
 HOST_VOTES_ON_FACTS = "runner.local" in examine()
+ALL = bool(os.environ.get("BCG_DSA_TEST_ALL_FAULTS"))
 
 MARK = f"BCG_DSA_TEST_RUN={os.getpid()}-{time.time_ns()}"
 
@@ -107,12 +108,14 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
     assert took < 180, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is 3 minutes"
 
 
-def test_deepseek_v4_with_graphs_equals_eager() -> None:
-    """SGLang's own model, compressors and C4 indexer: contexts that select, cached pages, chunks, an idle rank."""
-    status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "10")
-    assert status == 0, report["problems"]
-    assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 10, 0.0)
-    assert all(rank["prefill"]["replay"] > 0 for rank in report["passes"][0]["ranks"])
+if ALL or HOST_VOTES_ON_FACTS:  # two more servers: the host that no GPU has shown it on
+
+    def test_deepseek_v4_with_graphs_equals_eager() -> None:
+        """SGLang's own model, compressors and C4 indexer: contexts that select, cached pages, chunks, an idle rank."""
+        status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "10")
+        assert status == 0, report["problems"]
+        assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 10, 0.0)
+        assert all(rank["prefill"]["replay"] > 0 for rank in report["passes"][0]["ranks"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -148,7 +151,6 @@ FAULTS = {
 }
 
 
-ALL = bool(os.environ.get("BCG_DSA_TEST_ALL_FAULTS"))
 RANK_FAULTS = list(FAULTS) if ALL else ["hang", "no-plugin"] if HOST_VOTES_ON_FACTS else ["disagree", "die"]
 REPLAY_FAULTS = ["skip-break", "drop-copy"] if ALL else ["drop-copy"] if HOST_VOTES_ON_FACTS else ["skip-break"]
 

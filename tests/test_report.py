@@ -184,6 +184,12 @@ def old() -> dict[str, Any]:
     return document
 
 
+def damaged(**fields: object) -> dict[str, Any]:
+    document = copy.deepcopy(info())
+    document["internal_states"][0]["bcg_dsa"] |= fields
+    return document
+
+
 BAD = {
     "missing": (None, "no such file"),
     "empty": ("  \n", "is empty"),
@@ -196,6 +202,23 @@ BAD = {
     "broken metrics": ("# TYPE up gauge\nup{ 1\n", "no Prometheus text"),
     "other log": ("hello\nworld\n", "no prefill in this log"),
     "binary": ("\0\1\2", "is not text"),
+    "states of another kind": ({"internal_states": [5, None, "bcg_dsa"]}, "the plugin is not active"),
+    "no entry": ({"internal_states": [{"bcg_dsa": None}]}, "damaged (Expected `object`, got `null`)"),
+    "not a rank": (damaged(rank="x"), "at `bcg_dsa.rank`"),
+    "not a number": (damaged(prefill={"replay": float("nan"), "eager": 0}), "at `bcg_dsa.prefill.replay`"),
+    "less than nothing": (damaged(prefill={"replay": -1, "eager": 0}), "Expected `int` >= 0"),
+    "no time": (damaged(time=float("nan")), "at `bcg_dsa.time`"),
+    "half a vote": (damaged(votes_no=[{"rank": 0}]), "required field `reason`"),
+    "not a bucket": (damaged(buckets={"x": 1}), "`bcg_dsa.buckets`"),
+    "another kind of token": (damaged(bucket_tokens={"16": {"other": 1}}), "`bcg_dsa.bucket_tokens"),
+    "deep": ('{"a":' * 100_000, "looks like JSON and is not"),
+    "NaN": ('# TYPE x counter\nsglang:bcg_dsa_prefill_total{path="eager",reason="prefix"} NaN\n', "series is damaged"),
+    "infinity": ('# TYPE x counter\nsglang:bcg_dsa_prefill_total{path="eager",reason="prefix"} +Inf\n', "series is damaged"),
+    "no label": ("# TYPE x counter\nsglang:bcg_dsa_prefill_total 1\n", "damaged (KeyError: 'path')"),
+    "not a DP rank": ('# TYPE x counter\nsglang:bcg_dsa_bucket_total{bucket="16",dp_rank="a"} 1\n', "series is damaged"),
+    "bucket of no size": ('# TYPE x counter\nsglang:bcg_dsa_bucket_total{bucket="a"} 1\n', "`bcg_dsa.buckets`"),
+    "no such day": ("[2026-99-99 10:00:00] Prefill batch, cuda graph: True\n", "no prefill in this log"),
+    "summary of nothing": (LOG.splitlines()[4].replace(": 3 prefills", ": 0 prefills"), "no prefill in this log"),
 }
 
 
@@ -229,6 +252,107 @@ def test_bad_servers_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             err = capsys.readouterr().err
             assert words in err or "looks like JSON and is not" in err
             assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"SSH-2.0-x\r\n", "SSH-2.0-x"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "IncompleteRead"),
+        (b"", "closed connection"),
+    ],
+    ids=["no HTTP", "cut off", "silent"],
+)
+def test_what_does_not_speak_http_is_one_line(data: bytes, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another service's port, or a connection that breaks in the middle of the answer."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert cli.main(["report", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 2
+        thread.join(10)
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://h:abc", "http://a b/", "http://[::1", "http://"])
+def test_what_is_no_url_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 without a traceback."""
+    assert cli.main(["report", url]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_watch_outlasts_a_sample_that_fails() -> None:
+    """A restart must not lose hours of samples: what is missing is said."""
+    asked = iter(range(1, 100))
+
+    def answer(path: str, key: str | None) -> tuple[int, str]:
+        if path != "/server_info":
+            return 404, ""
+        n = next(asked)
+        return (503, "") if n == 2 else (200, json.dumps(info(3 * n, n, 1000.0 + n)))
+
+    with serving(answer) as url:
+        found = read([url], watch=2.5)
+    assert [p.replayed for p in found.points if p.rank == "DP0"] == [6]
+    assert any("1 samples are missing" in note and "HTTP 503" in note for note in found.notes)
+
+
+def test_the_key_does_not_go_to_another_host() -> None:
+    """A redirect is followed, without what only the first host may know."""
+    seen: list[str | None] = []
+
+    def elsewhere(path: str, key: str | None) -> tuple[int, str]:
+        seen.append(key)
+        return (200, json.dumps(info())) if path == "/server_info" else (404, "")
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(307)
+            self.send_header("Location", target + self.path)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    with serving(elsewhere) as target, ThreadingHTTPServer(("127.0.0.1", 0), Redirect) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = read([f"http://127.0.0.1:{server.server_port}"], api_key="secret")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found.ranks == ["DP0", "DP1"]
+    assert seen == ["Bearer secret", None] * 2
+
+
+def test_metrics_of_pipeline_stages_are_kept_apart_and_votes_are_not_added_up(tmp_path: Path) -> None:
+    """Stages, and attention-TP ranks that publish, count the same forwards and the same votes."""
+    text = "# TYPE x counter\n" + "".join(
+        f'sglang:bcg_dsa_prefill_total{{path="eager",reason="prefix",dp_rank="0",tp_rank="0",pp_rank="{stage}"}} 4\n'
+        f'sglang:bcg_dsa_vote_no_total{{rank="0",reason="prefix",dp_rank="0",tp_rank="0",pp_rank="{stage}"}} 3\n'
+        for stage in (0, 1)
+    )
+    found = read([saved(tmp_path / "metrics", text)])
+    assert len(set(found.ranks)) == 2
+    assert [(s["prefill"]["eager"], s["reasons"]) for s in found.states] == [(4, {"prefix": 4})] * 2
+    assert found.refusals == {"prefix": {0: 3}}
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 and its name."""
+    (tmp_path / "reasons.png").mkdir()
+    assert cli.main(["report", saved(tmp_path / "info.json", info()), "--plots", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "reasons.png cannot be written" in err
 
 
 def test_sources_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

@@ -440,18 +440,19 @@ def test_a_draft_model_s_tables_are_set_aside_where_the_host_keeps_them(resolved
     assert more == pytest.approx(0 if OWN else rows * 4 * (2**12 + 2**13 + 128 + 2 * 512) / 2**20, abs=1)
 
 
-@pytest.mark.skipif("rules.arg.dsv4_attn_backend" not in SEAMS, reason="this host has one attention backend for it")
-def test_dsv4_with_trt_llm_attention_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That backend is not ours: its graphs pin scores of the full context, which SGLang switches off."""
-    view = SimpleNamespace(dsv4_attn_backend="flashmla")
-    config = SimpleNamespace(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"])
-    answers: dict[str, Any] = {"rules.view": lambda _: view, "rules.model": lambda _: SimpleNamespace(hf_config=config)}
-    monkeypatch.setattr(hooks_rules, "resolve", lambda seam: answers.get(seam.key) or resolve(seam))
-    asked = RulesFeature(lambda: {"features": {"attention": "extended"}})
-    asked._seams = SEAMS
-    assert asked._model(None) == "dsv4"
-    view.dsv4_attn_backend = "trtllm"
-    assert asked._model(None) == "other"
+if "rules.arg.dsv4_attn_backend" in SEAMS:  # a host with two attention backends for it
+
+    def test_dsv4_with_trt_llm_attention_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+        """That backend is not ours: its graphs pin scores of the full context, which SGLang switches off."""
+        view = SimpleNamespace(dsv4_attn_backend="flashmla")
+        config = SimpleNamespace(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"])
+        answers: dict[str, Any] = {"rules.view": lambda _: view, "rules.model": lambda _: SimpleNamespace(hf_config=config)}
+        monkeypatch.setattr(hooks_rules, "resolve", lambda seam: answers.get(seam.key) or resolve(seam))
+        asked = RulesFeature(lambda: {"features": {"attention": "extended"}})
+        asked._seams = SEAMS
+        assert asked._model(None) == "dsv4"
+        view.dsv4_attn_backend = "trtllm"
+        assert asked._model(None) == "other"
 
 
 def test_dsv4_without_our_attention_is_left_to_sglang(resolved: Resolved) -> None:

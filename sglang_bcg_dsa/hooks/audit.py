@@ -2,11 +2,12 @@
 
 Contract: before the first capture every rank has seen every other's versions, feature states, reasons
 and ladder, before the first vote what its graphs serve, and a difference has stopped the start. A
-rank whose vote, forward or wait for results lasts longer than ``audit.stall_seconds`` asks all where
-they are; each that can answers, and writes one report: its place and the Python stacks of all its
-threads. Then the server goes down, within seconds, on every node. A thread on every rank does this,
-over the key-value store and not over a collective. Left alone are a rank of which nothing is asked,
-and a capture, which compiles kernels and has its own limit.
+rank whose receipt of requests (a broadcast), vote, forward or wait for results lasts longer than
+``audit.stall_seconds`` asks all where they are; each that can answers, and writes one report: its
+place and the Python stacks of all its threads. Then the server goes down, within seconds, on every
+node. A thread on every rank does this, over the key-value store and not over a collective. Left alone
+are a rank of which nothing is asked, a capture, which compiles kernels and has its own limit, and a
+pipeline stage's receipt, which lasts as long as all stages' forwards together.
 
 A process that was stopped itself (SIGSTOP, a frozen container) and goes on counts its waits anew. One
 that keeps the interpreter to itself cannot run the thread: others name it, and faulthandler's timer,
@@ -31,7 +32,7 @@ from sglang_bcg_dsa.exchange import Missing, Record, differences, publish_and_co
 from sglang_bcg_dsa.hooks import hookimpl
 from sglang_bcg_dsa.installer import Installer
 from sglang_bcg_dsa.predicate import RunnerFacts
-from sglang_bcg_dsa.progress import CAPTURE, FORWARD, LIMITED, RESULTS, VOTE, Progress, stacks
+from sglang_bcg_dsa.progress import BETWEEN, CAPTURE, FORWARD, LIMITED, RECEIVE, RESULTS, VOTE, Progress, stacks
 from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.records import Feature, State
 from sglang_bcg_dsa.rollcall import RollCall, group
@@ -42,7 +43,12 @@ logger = logging.getLogger(__name__)
 
 _START = "sglang_bcg_dsa/start"
 _READY = "sglang_bcg_dsa/ready"
-_STALLED = {VOTE: "no verdict", FORWARD: "a forward does not end", RESULTS: "no results of a forward"}
+_STALLED = {
+    RECEIVE: "requests are not passed on",
+    VOTE: "no verdict",
+    FORWARD: "a forward does not end",
+    RESULTS: "no results of a forward",
+}
 
 
 class AuditFeature:
@@ -62,6 +68,8 @@ class AuditFeature:
         self._features = features
         self._captured = captured
         self._exchanged = False
+        self._receipt = BETWEEN
+        """The phase in which requests are received."""
         self._asked = threading.Event()
 
     # ------------------------------------------------------------------ plugin hooks
@@ -81,6 +89,7 @@ class AuditFeature:
         self._progress.replay = self._place
         installer.around("runner.capture", self.on_capture)
         installer.after("scheduler.ready", self.on_ready)
+        installer.around("scheduler.receive", self.on_receive)
         installer.around("scheduler.run", self.on_run)
         installer.around("scheduler.results", self.on_results)
 
@@ -99,10 +108,12 @@ class AuditFeature:
     def on_ready(self, result: Any, scheduler: Any) -> None:
         """The scheduler is built. Ranks without graphs have not compared yet."""
         self._compare_start(())
+        if int(self._get_parallel().pp_size) == 1:
+            self._receipt = RECEIVE
         if group()[2] > 1:
             self._compare_ready()
-            for target in (self._watch, self._listen):
-                threading.Thread(target=target, name=f"bcg-dsa{target.__name__}", daemon=True).start()
+        for target in (self._watch, self._listen):
+            threading.Thread(target=target, name=f"bcg-dsa{target.__name__}", daemon=True).start()
 
     def _compare_start(self, ladder: tuple[int, ...]) -> None:
         if self._exchanged:
@@ -155,18 +166,22 @@ class AuditFeature:
 
     # ------------------------------------------------------------------ marks
 
+    def on_receive(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Requests come from another rank, at every step: if that one is stopped before it votes, it shows only here."""
+        return self._marked(self._receipt, None, original, *args, **kwargs)
+
     def on_run(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward is launched; without overlap, or where it waits for counts, it also runs."""
-        return self._marked(FORWARD, original, scheduler, batch, *args, **kwargs)
+        return self._marked(FORWARD, batch.forward_mode, original, scheduler, batch, *args, **kwargs)
 
     def on_results(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The scheduler waits for a forward's results: with overlap, hangs of the device show here."""
-        return self._marked(RESULTS, original, scheduler, batch, *args, **kwargs)
+        return self._marked(RESULTS, batch.forward_mode, original, scheduler, batch, *args, **kwargs)
 
-    def _marked(self, phase: str, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self._progress.enter(phase, batch.forward_mode)
+    def _marked(self, phase: str, mode: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self._progress.enter(phase, mode)
         try:
-            return original(scheduler, batch, *args, **kwargs)
+            return original(*args, **kwargs)
         except RuntimeError as error:
             # A peer that ends breaks the others' collectives: they know who it was, the error does not say.
             if name := self._progress.collective_of(error):

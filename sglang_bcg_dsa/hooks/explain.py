@@ -125,7 +125,7 @@ class ExplainFeature:
 
     def _voters(self) -> int:
         parallel = self._get_parallel()
-        return int(parallel.attn_dp_size) if int(parallel.attn_dp_rank) == 0 else 0
+        return int(parallel.attn_dp_size) if int(parallel.tp_rank) == 0 else 0
 
     def _rank(self) -> dict[str, int]:
         parallel = self._get_parallel()

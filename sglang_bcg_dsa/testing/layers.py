@@ -1,6 +1,7 @@
 """Votes and audit over real gloo processes, without a server: hundreds of rounds of what can happen to a rank.
 
-Contract of a round: forked ranks vote through SGLang's own row and gather on a gloo group, check each
+Contract of a round: forked ranks get requests through SGLang's own broadcast, which comes from rank 0,
+vote through its own row and gather on a gloo group, check each
 forward with the plugin's hooks, and run one collective a forward, whose size and sum depend on what
 the group agreed. One of them is killed, stopped, paused, slow, disagrees, stalls, spins or hangs at
 a random step. Every sum is the right one; what is no fault changes nothing; any other ends the group
@@ -39,7 +40,7 @@ from sglang_bcg_dsa.seams import SeamSet, examine
 LADDER = (16, 32, 64, 128)
 STALL_SECONDS = 1.5
 HARMLESS_SECONDS = 0.4
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 2.0
 END_SECONDS = 12.0
 STEPS = 20
 STEP_SECONDS = 0.02
@@ -259,8 +260,9 @@ class Layers:
         self.audit.on_ready(None, None)
 
     def step(self, number: int, plan: Round, came: Any) -> None:
-        """One scheduler step: a vote on this rank's batch, then the forward the group agreed on."""
+        """One scheduler step: requests from rank 0, a vote on this rank's batch, then the forward the group agreed on."""
         import torch.distributed as dist
+        from sglang.srt.utils import broadcast_pyobj
 
         mine = plan.kind if plan.rank == self.rank and number >= plan.step and not came.value else ""
         source = random.Random(plan.seed * 1000 + number)
@@ -272,6 +274,7 @@ class Layers:
         if mine in ("stall", "spin"):
             came.value = time.monotonic()
             time.sleep(_FOR_GOOD) if mine == "stall" else ctypes.PyDLL(None).sleep(int(_FOR_GOOD))
+        self.audit.on_receive(broadcast_pyobj, [], self.rank, dist.group.WORLD)
         info = make_row(self.row, self.seams, self.ranks, tokens[self.rank])
 
         def gather(adapter: Any, local: Any) -> None:
