@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from sglang_bcg_dsa.testing import dsv4_overrides
@@ -23,7 +22,7 @@ from sglang_bcg_dsa.testing.overrides import (
     Override,
     add_kernel,
     apply,
-    has,
+    kernel_rows,
     python_op,
     verify,
 )
@@ -105,23 +104,7 @@ def _row(target: str, kind: Kind, hook: Callable[..., Any], why: str, remove_whe
 
 
 def _kernel(kernel: str, *targets: str) -> tuple[Override, ...]:
-    """Rows for a kernel of `dsa_kernels`, which hosts have at different places."""
-
-    def make(_: TapeSettings) -> Any:
-        return getattr(importlib.import_module("sglang_bcg_dsa.testing.dsa_kernels"), kernel)
-
-    return tuple(
-        Override(
-            target=target,
-            kind="replace",
-            make=make,
-            why="runs on a GPU only",
-            hosts=_BOTH,
-            remove_when="the host has a form of it in torch",
-            needed=partial(has, target),
-        )
-        for target in targets
-    )
+    return kernel_rows("sglang_bcg_dsa.testing.dsa_kernels", kernel, targets, lambda _: _BOTH)
 
 
 def _add_mm_to(_: TapeSettings) -> None:

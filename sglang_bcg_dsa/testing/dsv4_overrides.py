@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sglang_bcg_dsa.testing.overrides import Override, apply, has, python_op, verify
+from sglang_bcg_dsa.testing.overrides import Override, apply, has, kernel_rows, python_op, verify
 from sglang_bcg_dsa.testing.settings import TapeSettings
 
 _METADATA = "sglang.srt.layers.attention.deepseek_v4_backend.DSV4AttnMetadata"
@@ -116,23 +116,8 @@ def _refuse_ring(wanted: bool) -> None:
 
 
 def _kernel(kernel: str, *targets: str) -> tuple[Override, ...]:
-    """Rows for a kernel of `dsv4_kernels`, which hosts have at different places."""
-
-    def make(_: TapeSettings) -> Any:
-        return getattr(importlib.import_module("sglang_bcg_dsa.testing.dsv4_kernels"), kernel)
-
-    return tuple(
-        Override(
-            target=target,
-            kind="replace",
-            make=make,
-            why="runs on a GPU only",
-            hosts="0.5.16" if _JIT in target else "0.5.16, 0.5.23",
-            remove_when="the host has a form of it in torch",
-            needed=partial(has, target),
-        )
-        for target in targets
-    )
+    module = "sglang_bcg_dsa.testing.dsv4_kernels"
+    return kernel_rows(module, kernel, targets, lambda target: "0.5.16" if _JIT in target else "0.5.16, 0.5.23")
 
 
 def _plan(name: str, hook: Callable[..., Any]) -> tuple[Override, ...]:

@@ -17,6 +17,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from sglang_bcg_dsa.testing.settings import TapeSettings
@@ -68,6 +69,26 @@ def has(path: str) -> bool:
     except (AttributeError, ImportError):
         return False
     return True
+
+
+def kernel_rows(module: str, kernel: str, targets: Sequence[str], hosts: Callable[[str], str]) -> tuple[Override, ...]:
+    """Rows that put ``kernel`` of our ``module`` in the place of ``targets``, which hosts have at different places."""
+
+    def make(_: TapeSettings) -> Any:
+        return getattr(importlib.import_module(module), kernel)
+
+    return tuple(
+        Override(
+            target=target,
+            kind="replace",
+            make=make,
+            why="runs on a GPU only",
+            hosts=hosts(target),
+            remove_when="the host has a form of it in torch",
+            needed=partial(has, target),
+        )
+        for target in targets
+    )
 
 
 # --- what is needed where -----------------------------------------------------------------------
