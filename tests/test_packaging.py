@@ -35,6 +35,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_nothing_strange_is_tracked() -> None:
+    """The top level holds what the README speaks of, and no link leads out of the repository."""
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.partition("\t")[2].partition("/")[0] for line in listed} == {
+        ".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "bench", "pyproject.toml", "setup.cfg", PACKAGE.name, "tests",
+    }  # fmt: skip
+    assert not [line for line in listed if line.startswith("120000")]
+
+
 def test_pyproject_names_the_build_system_only() -> None:
     """All metadata is in setup.cfg; pip needs the other file to exist."""
     lines = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.strip()]
