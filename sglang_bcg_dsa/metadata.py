@@ -130,6 +130,12 @@ def fields_of(cls: type) -> frozenset[str]:
     raise MetadataError(f"{cls.__qualname__} is not a dataclass; the contract needs declared fields")
 
 
+def known(cls: type, policies: Mapping[str, Policy]) -> dict[str, Policy]:
+    """The policies of the fields this release has; one that a later release added is not missed before."""
+    declared = fields_of(cls)
+    return {name: policy for name, policy in policies.items() if name in declared}
+
+
 def _check_copy(where: str, old: Any, new: Any) -> None:
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         raise MetadataError(f"{where} has the policy copy but is {_kind(new)} (captured: {_kind(old)})")

@@ -132,12 +132,11 @@ def _ranks(states: list[dict[str, Any]]) -> None:
     )
     for state in states:
         real, padded = state["tokens"]["real"], state["tokens"]["padded"]
-        coverage = state["coverage"]
         table.add_row(
             f"DP{state['rank']['dp']}",
             str(state["prefill"]["replay"]),
             str(state["prefill"]["eager"]),
-            "none" if coverage is None else f"{100 * coverage:.1f} %",
+            _percent(state["coverage"]),
             str(real),
             f"{100 * padded / (real + padded):.0f} %" if real + padded else "",
             str(state["adapter_us"]["median"]),

@@ -24,7 +24,6 @@ round by it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ import torch
 from sglang_bcg_dsa.breaks import Break, replaying
 from sglang_bcg_dsa.engine import current_capture, in_breakable_region
 from sglang_bcg_dsa.errors import CaptureError
-from sglang_bcg_dsa.metadata import Contract, Policy
+from sglang_bcg_dsa.metadata import Contract, Policy, known
 
 PADDING_SLOT = 0
 """KV slot that no request gets; the host pads ``out_cache_loc`` with it."""
@@ -49,9 +48,7 @@ POLICIES = {"page_size": Policy.EQUAL, **dict.fromkeys((
 
 def contract(metadata_class: type) -> Contract:
     """The contract of the host's ``DSAMetadata``. Raises MetadataError for a field without a policy."""
-    declared = {field.name for field in fields(metadata_class)}
-    # A host may have fewer: one that a later release added is not missed where it does not exist.
-    return Contract(metadata_class, {name: policy for name, policy in POLICIES.items() if name in declared})
+    return Contract(metadata_class, known(metadata_class, POLICIES))
 
 
 def with_replay(base: type, metadata_class: type) -> type:

@@ -36,7 +36,7 @@ import torch
 from sglang_bcg_dsa.engine import capturing, in_breakable_region
 from sglang_bcg_dsa.errors import CaptureError, MetadataError
 from sglang_bcg_dsa.hostfacts import is_idle
-from sglang_bcg_dsa.metadata import Contract, Policy, fields_of
+from sglang_bcg_dsa.metadata import Contract, Policy, known
 
 Fields = Mapping[str, Policy]
 
@@ -136,19 +136,13 @@ def contract(metadata: type, core: type, plan: type, *, online: bool) -> Contrac
 
     ``online``: C128 is compressed online; its plan is then made for the live batch and rebound.
     """
-    plans = Contract(plan, _known(plan, PLAN))
+    plans = Contract(plan, known(plan, PLAN))
     parts: dict[str, Policy | Contract] = {
-        "core_attn_metadata": Contract(core, _known(core, CORE)),
+        "core_attn_metadata": Contract(core, known(core, CORE)),
         "c4_compress_metadata": plans,
         "c128_compress_metadata": Policy.REBIND if online else plans,
     }
-    return Quick(metadata, {**_known(metadata, WHOLE), **parts})
-
-
-def _known(cls: type, policies: Fields) -> Fields:
-    """The policies of the fields this release has; one that a later release added is not missed before."""
-    declared = fields_of(cls)
-    return {name: policy for name, policy in policies.items() if name in declared}
+    return Quick(metadata, {**known(metadata, WHOLE), **parts})
 
 
 def cut(name: str, tensor: torch.Tensor, queries: int) -> torch.Tensor:
