@@ -12,8 +12,9 @@ Contract: every field of a metadata dataclass has one of four policies.
 
 A field without a policy stops at construction, so a host release that adds a field is found at
 start. :meth:`Contract.refresh` checks everything before it writes anything, copies with one
-multi-tensor launch per dtype, and never reads a tensor's values on the host. A named tuple may be
-nested in a dataclass; its fields cannot be rebound.
+multi-tensor launch per dtype, and never reads a tensor's values on the host. It runs before every
+replay: names are looked up once, and only what does not fit at first sight is walked field by field.
+A named tuple may be nested in a dataclass; its fields cannot be rebound.
 
 Not promised: that a policy is right. A field declared ``REBIND`` that a captured kernel reads goes
 stale; the tape (``sglang_bcg_dsa.testing``) shows that as a wrong result on a CPU.
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,6 +60,12 @@ class Contract:
             raise MetadataError(f"{cls.__qualname__} is a tuple: its fields cannot be rebound, rebind the whole")
         self.cls = cls
         self._policies = dict(policies)
+        paths = {policy: list(self._paths(policy)) for policy in Policy}
+        self._copied, self._equal, self._rebound = (
+            _reader(paths[policy]) for policy in (Policy.COPY, Policy.EQUAL, Policy.REBIND)
+        )
+        self._rebinds = [(attrgetter(owner) if owner else _itself, name)
+                         for owner, _, name in (path.rpartition(".") for path in paths[Policy.REBIND])]  # fmt: skip
 
     def refresh(self, captured: Any, live: Any) -> None:
         """Bring ``captured``, whose addresses a graph holds, to the values of ``live``.
@@ -66,17 +74,17 @@ class Contract:
         anything is written. ``live`` is not changed and may be dropped afterwards.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rebinds: list[tuple[Any, str, Any]] = []
-        self._plan(captured, live, self.cls.__qualname__, copies, rebinds)
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for into, source in copies:
-            targets, sources = by_dtype.setdefault(into.dtype, ([], []))
-            targets.append(into)
-            sources.append(source)
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for owner, name, value in rebinds:
-            setattr(owner, name, value)
+        if not self._fits(captured, live, copies):
+            copies.clear()
+            rebinds: list[tuple[Any, str, Any]] = []
+            self._plan(captured, live, self.cls.__qualname__, copies, rebinds)
+            _copy(copies)
+            for owner, name, value in rebinds:
+                setattr(owner, name, value)
+            return
+        _copy(copies)
+        for (owner, name), value in zip(self._rebinds, self._rebound(live), strict=True):
+            setattr(owner(captured), name, value)
 
     def release(self, captured: Any) -> None:
         """Let go of what was rebound: a batch's tables need not wait for the next replay of their bucket."""
@@ -85,6 +93,27 @@ class Contract:
                 setattr(captured, name, None)
             elif isinstance(policy, Contract) and getattr(captured, name) is not None:
                 policy.release(getattr(captured, name))
+
+    def _paths(self, wanted: Policy) -> Iterator[str]:
+        for name, policy in self._policies.items():
+            if policy is wanted:
+                yield name
+            elif isinstance(policy, Contract):
+                yield from (f"{name}.{path}" for path in policy._paths(wanted))
+
+    def _fits(self, captured: Any, live: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether all is as captured at first sight; ``copies`` is then filled. False where it takes a closer look."""
+        if type(captured) is not self.cls or type(live) is not self.cls:
+            return False
+        try:
+            for old, new in zip(self._copied(captured), self._copied(live), strict=True):
+                if old is not new:
+                    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+                        return False
+                    copies.append((old, new))
+            return all(a is b or _same(a, b) for a, b in zip(self._equal(captured), self._equal(live), strict=True))
+        except AttributeError:  # a None on either side
+            return False
 
     def _plan(
         self,
@@ -119,6 +148,27 @@ class Contract:
                 _check_copy(where, old, new)
                 if old.data_ptr() != new.data_ptr():
                     copies.append((old, new))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _reader(paths: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads the fields at dotted ``paths``; one path is a tuple of one, as attrgetter's is not."""
+    if len(paths) > 1:
+        return attrgetter(*paths)
+    return lambda owner: tuple(attrgetter(path)(owner) for path in paths)
+
+
+def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for into, source in copies:
+        targets, sources = by_dtype.setdefault(into.dtype, ([], []))
+        targets.append(into)
+        sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def fields_of(cls: type) -> frozenset[str]:

@@ -11,25 +11,25 @@ the break only zeroes its output: what it would read has not been computed.
   ``COPY``) has the bucket's rows and is refreshed in place; 72 bytes a row. What the break reads
   (``REBIND``) is the live batch's, cut to its real rows, and is dropped when another batch comes:
   one batch's tables live at a time, whatever the ladder. A field without a policy stops at start.
-* A refresh launches 0.6 of what SGLang's own does, counted on a CPU, FP8 schedules aside; all but three (the
-  window's targets, one copy) are SGLang's builders.
+* On a GPU one kernel writes both halves (:mod:`sglang_bcg_dsa.backends.dsv4_tables`), the first at its captured
+  address, once it has shown at start that it gives what SGLang's builders give; else those build. Compression plans
+  and schedules are SGLang's always.
 * Online compression plans on the host, for the live batch: its C128 compressor leaves the segment
   as the indexer does, and its plan is rebound. A captured kernel would read the plan of capture.
 * The break writes the caller's output: the real rows, and zeroes below them. A rank without tokens
   of its own gets zeroes and reads nothing, whatever request the host made up for it.
 * Tensors are cut to the count of queries; none is grown: a row that nobody computed is an error.
 
-Owned here: the live row count of the replay, and what waits for the next break.
+Owned here: the live row count of the replay, what waits for the next break, and who builds tables.
 Not promised: bitwise equality with an eager forward of another row count. DeepSeek-V4.1, TRT-LLM and
 mega attention, context parallelism and draft models keep SGLang's own graphs (:func:`why_left_alone`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
-from operator import attrgetter, is_
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,11 @@ from sglang_bcg_dsa.engine import capturing, in_breakable_region
 from sglang_bcg_dsa.errors import CaptureError, MetadataError
 from sglang_bcg_dsa.hostfacts import is_idle
 from sglang_bcg_dsa.metadata import Contract, Policy, known
+
+if TYPE_CHECKING:
+    from sglang_bcg_dsa.backends.dsv4_tables import Requests, Tables
+
+logger = logging.getLogger(__name__)
 
 Fields = Mapping[str, Policy]
 
@@ -87,50 +92,6 @@ WHOLE: Fields = {
 """Policy of the other fields of the host's ``DSV4Metadata``."""
 
 
-class Quick(Contract):
-    """A contract that looks its names up once and copies all dtypes in one launch, as bytes.
-
-    What does not fit at first sight (a shape, a None, configuration that is not the same object) is left to
-    :meth:`Contract.refresh`, which decides and names the field.
-    """
-
-    def __init__(self, cls: type, policies: Mapping[str, Policy | Contract]) -> None:
-        super().__init__(cls, policies)
-        owners = {"": self._policies, **{f"{n}.": p._policies for n, p in policies.items() if isinstance(p, Contract)}}
-        named = {p: [at + n for at, own in owners.items() for n, found in own.items() if found is p] for p in Policy}
-        self._copied, self._equal, self._rebound = (
-            attrgetter(*named[policy]) for policy in (Policy.COPY, Policy.EQUAL, Policy.REBIND)
-        )
-        self._rebinds = [(attrgetter(path.rpartition(".")[0]) if "." in path else None, path.rpartition(".")[2])
-                         for path in named[Policy.REBIND]]  # fmt: skip
-
-    def refresh(self, captured: Any, live: Any) -> None:
-        """See :meth:`Contract.refresh`."""
-        try:
-            old, new = self._copied(captured), self._copied(live)
-            fits = [(t.shape, t.dtype) for t in old] == [(t.shape, t.dtype) for t in new]
-            fits = fits and type(live) is self.cls and all(map(is_, self._equal(captured), self._equal(live)))
-        except AttributeError:  # a None on either side
-            fits = False
-        if not fits:
-            super().refresh(captured, live)
-            return
-        torch._foreach_copy_([_bytes(t) for t in old], [_bytes(t) for t in new], non_blocking=True)
-        self._rebind(captured, self._rebound(live))
-
-    def release(self, captured: Any) -> None:
-        """See :meth:`Contract.release`."""
-        self._rebind(captured, repeat(None, len(self._rebinds)))
-
-    def _rebind(self, captured: Any, values: Iterable[Any]) -> None:
-        for (owner, name), value in zip(self._rebinds, values, strict=True):
-            setattr(owner(captured) if owner else captured, name, value)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-
-
 def contract(metadata: type, core: type, plan: type, *, online: bool) -> Contract:
     """The contract of ``DSV4Metadata`` and what it holds. Raises MetadataError for a field without a policy.
 
@@ -142,7 +103,7 @@ def contract(metadata: type, core: type, plan: type, *, online: bool) -> Contrac
         "c4_compress_metadata": plans,
         "c128_compress_metadata": Policy.REBIND if online else plans,
     }
-    return Quick(metadata, {**known(metadata, WHOLE), **parts})
+    return Contract(metadata, {**known(metadata, WHOLE), **parts})
 
 
 def cut(name: str, tensor: torch.Tensor, queries: int) -> torch.Tensor:
@@ -171,10 +132,13 @@ def why_left_alone(backend: Any, host_class: type) -> str | None:
     return None
 
 
-def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) -> type:
+def with_replay(
+    base: type, captured: Contract, real_tokens: str, online: bool, make_tables: Callable[[Any, Any], Tables] | None = None
+) -> type:
     """A subclass of the host's DSV4 backend for prefill graphs. It keeps the class's name.
 
-    ``captured``: see :func:`contract`; ``real_tokens``: the field of a batch that counts its real tokens.
+    ``captured``: see :func:`contract`; ``real_tokens``: the field of a batch that counts its real tokens;
+    ``make_tables``: makes what writes tables, given the backend and core metadata that SGLang built; None: SGLang does.
     """
 
     class DeepseekV4AttnBackend(base):  # type: ignore[misc]
@@ -185,7 +149,11 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.live_rows = 0
+            self.tables: Tables | None = None
+            self._unproven = make_tables
             self._building: int | None = None
+            self._over: Any = None
+            self._given: Requests | None = None
             self._holder: Any = None
             self._waiting: dict[str, Any] = {}
             self._projected: tuple[Any, torch.Tensor] | None = None
@@ -194,14 +162,48 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
 
         def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
             self._waiting.clear()
+            if self._unproven is not None:
+                make, self._unproven = self._unproven, None
+                self.tables = self._proven(make, forward_batch)
             self._holder = self.forward_metadata = self._live_metadata(forward_batch, getattr(forward_batch, real_tokens))
             return self.forward_metadata
+
+        def _proven(self, make: Callable[[Any, Any], Tables], batch: Any) -> Tables | None:
+            """What writes tables, if it writes SGLang's on batches that are made up, before any request is here."""
+            from sglang_bcg_dsa.backends import dsv4_tables
+
+            why = None
+            with dsv4_tables.made_up(batch, self.req_to_token, self._full_to_swa()) as batches:
+                for made, rows in batches:
+                    host = self._live_metadata(made, rows).core_attn_metadata
+                    try:
+                        tables = make(self, host)
+                        ours = self._live_metadata(made, rows, dsv4_tables.blank(host), tables).core_attn_metadata
+                        field = dsv4_tables.difference(ours, host, CORE)
+                        why = None if field is None else f"{field} came out different"
+                    except MetadataError as error:
+                        why = str(error)
+                    if why is not None:
+                        logger.warning(
+                            "sglang-bcg-dsa: SGLang builds DSV4's tables, which makes prefills about 0.5 ms slower: %s. "
+                            "Answers are not affected; please report it", why,
+                        )  # fmt: skip
+                        return None
+            logger.info("sglang-bcg-dsa: one kernel writes DSV4's tables; SGLang's builders gave the same for %d batches",
+                        len(batches))  # fmt: skip
+            return tables
+
+        def _full_to_swa(self) -> torch.Tensor:
+            # Pools hold a weak proxy of the allocator's tensor.
+            mapping: torch.Tensor = self.token_to_kv_pool.full_to_swa_index_mapping.detach()
+            return mapping
 
         def prepare_forward_metadata_for_breakable_cuda_graph_replay(
             self, capture_metadata: Any, forward_batch: Any, *, static_forward_batch: Any = None
         ) -> None:
             padded = forward_batch if static_forward_batch is None else static_forward_batch
-            live = self._live_metadata(padded, 0 if is_idle(forward_batch) else getattr(padded, real_tokens))
+            rows = 0 if is_idle(forward_batch) else getattr(padded, real_tokens)
+            live = self._live_metadata(padded, rows, capture_metadata.core_attn_metadata, self.tables)
             captured.refresh(capture_metadata, live)
             self._holder = self.forward_metadata = capture_metadata
             pool = self.token_to_kv_pool
@@ -209,23 +211,47 @@ def with_replay(base: type, captured: Contract, real_tokens: str, online: bool) 
                 # Captured compressors read their states of a cached prefix and do not wait for each layer.
                 pool.wait_layer_transfer(pool.start_layer + pool.layer_num - 1)
 
-        def _live_metadata(self, batch: Any, rows: int) -> Any:
-            """The host's metadata at the width of the batch, with bucket rows where it is copied, else real rows."""
+        def _live_metadata(self, batch: Any, rows: int, over: Any = None, tables: Tables | None = None) -> Any:
+            """Metadata at the width of the batch, with bucket rows where it is copied, else real rows.
+
+            With ``tables``, what is copied is already refreshed: its tensors are those of ``over``, core metadata.
+            """
             if self._holder is not None:
                 captured.release(self._holder)
                 self._holder = None
             self.live_rows = rows
             width = 1 if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu.tolist(), default=1)
-            self._building = max(rows, 1)
+            self._building, self._over = max(rows, 1), None if tables is None else (tables, over)
             try:
                 found = self._build_forward_metadata(batch, max_seq_len_override=width, use_prefill_cuda_graph=True)
             finally:
-                self._building = None
-            target = self.token_to_kv_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
-            found.core_attn_metadata.swa_out_cache_loc = target.to(torch.int32)
+                self._building = self._over = self._given = None
+            if tables is None:
+                target = self.token_to_kv_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+                found.core_attn_metadata.swa_out_cache_loc = target.to(torch.int32)
             return found
 
+        def expand_prefill_casually(self, *, num_tokens: int, req_pool_indices: Any, **given: Any) -> Any:
+            if self._over is None:
+                return super().expand_prefill_casually(num_tokens=num_tokens, req_pool_indices=req_pool_indices, **given)
+            from sglang_bcg_dsa.backends import dsv4_tables
+
+            lens = given["seq_lens_tensor"]
+            self._given = dsv4_tables.Requests(req_pool_indices, lens, given["extend_seq_lens_tensor"], num_tokens)
+            # The kernel expands them; make_core_attn_metadata gets them back.
+            return lens, req_pool_indices
+
         def make_core_attn_metadata(self, **given: Any) -> Any:
+            if self._over is not None and self._building is not None and self._given is not None:
+                from sglang_bcg_dsa.backends import dsv4_tables
+
+                if asked := [name for name, value in given.items() if value is not None and name not in dsv4_tables.GIVEN]:
+                    raise MetadataError(f"DSV4 metadata is asked for with {', '.join(asked)}, which the kernel does not know")
+                tables, over = self._over
+                return tables.write(
+                    over, self._given, req_to_token=given["req_to_token"], out_loc=given["out_loc"], width=given["max_seq_len"],
+                    full_to_swa=self._full_to_swa(), live=self._building,
+                )  # fmt: skip
             core = super().make_core_attn_metadata(**given)
             if self._building is not None:
                 # Before the selection's schedules are made from them: those are for the real rows too.

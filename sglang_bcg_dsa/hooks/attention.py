@@ -102,7 +102,15 @@ class AttentionFeature:
         metadata, core, plan = (resolve(self._seams[f"dsv4.{part}"]) for part in ("metadata", "core", "plan"))
         online = bool(resolve(self._seams["dsv4.online"])(128))
         captured = dsv4.contract(metadata, core, plan, online=online)
-        return dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online)(model_runner)
+        # Without a GPU there is no kernel to write tables with.
+        make_tables = self.make_tables if built.req_to_token.is_cuda else None
+        return dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online, make_tables)(model_runner)
+
+    def make_tables(self, backend: Any, core: Any) -> Any:
+        """What writes the tables of DSV4 prefills; ``core``: metadata that SGLang built."""
+        from sglang_bcg_dsa.backends.dsv4_tables import Tables
+
+        return Tables(core, resolve(self._seams["dsv4.schedule"]))
 
     def on_attend(
         self, original: Callable[..., None], query: Any, key_value: Any, output: Any, layer_id: int, compress_ratio: int,
