@@ -259,7 +259,11 @@ class Bench:
         return found
 
     def time(self, tokens: int) -> dict[str, Any]:
-        """Milliseconds of one prefill forward of ``tokens`` on each rank, eager and with graphs in turns."""
+        """Milliseconds of one prefill forward of ``tokens`` on each rank, eager and with graphs in turns.
+
+        ``peak_bytes``: the most that a forward allocates beyond what was allocated before it; what is pinned for
+        graphs was.
+        """
         batch = self.batch((tokens,))
         found: dict[str, Any] = {"tokens": tokens}
         kinds = {"eager": False, "graphs": True} if self.has_graphs else {"eager": False}
@@ -271,6 +275,7 @@ class Bench:
                 samples[kind]["wall_ms"] += wall
         for kind, measures in samples.items():
             found[kind] = {name: _spread(values) for name, values in measures.items()}
+            found[kind]["peak_bytes"] = self._peak(functools.partial(self.forward, batch, graphs=kinds[kind]))
         if self.has_graphs:
             found["ratio"] = {
                 name: found["graphs"][name]["median"] / found["eager"][name]["median"] for name in ("gpu_ms", "wall_ms")
@@ -375,6 +380,15 @@ class Bench:
             self._torch.cuda.synchronize()
             wall.append((time.perf_counter() - start) * 1e3)
         return list(gpu), self._all(wall, max)
+
+    def _peak(self, run: Callable[[], Any]) -> int:
+        cuda = self._torch.cuda
+        self.barrier()
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        run()
+        cuda.synchronize()
+        return int(self._all([cuda.max_memory_allocated() - before], max)[0])
 
     # ------------------------------------------------------------------ over ranks
 

@@ -332,10 +332,10 @@ SEAMS: tuple[Seam, ...] = (
                  "refreshes it for a live batch", ("capture_metadata", "forward_batch", "static_forward_batch")),
                 (f"{_DSV4}:DeepseekV4AttnBackend", "_build_forward_metadata", "builds metadata at a given width",
                  ("forward_batch", "max_seq_len_override", "use_prefill_cuda_graph")),
-                (f"{_DSV4}:DeepseekV4AttnBackend", "expand_prefill_casually", "the kernel that writes tables expands too",
-                 ("num_tokens", "req_pool_indices", "seq_lens_tensor", "extend_seq_lens_tensor")),
+                (f"{_DSV4}:DeepseekV4AttnBackend", "init_forward_metadata_prefill", "one kernel writes it instead",
+                 ("max_seq_len", "req_pool_indices", "seq_lens", "out_cache_loc", "num_tokens", "extend_seq_lens")),
                 (f"{_DSV4}:DeepseekV4AttnBackend", "make_core_attn_metadata",
-                 "our tables, or the host's cut to the real rows", ("req_pool_indices_repeated", "seq_lens_casual", "out_loc")),
+                 "tables of the breaks are cut to the real rows", ("req_pool_indices_repeated", "seq_lens_casual", "out_loc")),
                 (f"{_DSV4}:DeepseekV4AttnBackend", "init_forward_metadata_indexer",
                  "the selection's schedules are made for the real rows", ("core_attn_metadata", "use_prefill_cuda_graph")),
                 (f"{_ATTENTION}.dsv4.indexer:C4IndexerBackendMixin", "forward_c4_indexer",
@@ -371,6 +371,8 @@ SEAMS: tuple[Seam, ...] = (
             (f"dsv4.pool.{name}", Kind.ATTRIBUTE, f"{_POOL}.{name}", why)
             for name, why in (
                 ("full_to_swa_index_mapping", "the window's slots, for the kernel that writes tables"),
+                ("swa_page_size", "how the window's slots are paged, for that kernel"),
+                ("get_ring_size", "how many states a compressor keeps, for that kernel"),
                 ("translate_loc_from_full_to_swa", "the window's targets, once a forward instead of once a layer"),
                 ("wait_layer_transfer", "a cache that is filled layer by layer is waited for before a replay"),
             )

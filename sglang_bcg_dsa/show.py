@@ -220,6 +220,12 @@ def bench(measured: dict[str, Any]) -> None:
             gibibytes = (f"{row[k] / 2**30:.3f}" if k in row else "-" for k in ("bytes", "torch_bytes", "graph_bytes"))
             table.add_row(str(row["bucket"]), f"{row['seconds']:.2f}", *gibibytes)
         out.print(table)
+    if any("peak_bytes" in row.get(kind, {}) for row in measured.get("time", ()) for kind in ("eager", "graphs")):
+        table = _table("\nDevice memory that one forward allocates, GiB, worst rank", "tokens", "eager", "beside its graphs")
+        for row in measured["time"]:
+            peaks = (row.get(kind, {}).get("peak_bytes") for kind in ("eager", "graphs"))
+            table.add_row(str(row["tokens"]), *("-" if peak is None else f"{peak / 2**30:.3f}" for peak in peaks))
+        out.print(table)
 
 
 def _milliseconds(found: dict[str, float]) -> str:

@@ -125,12 +125,13 @@ def test_the_tables_take_whatever_was_measured(capsys: pytest.CaptureFixture[str
     show.bench(json.loads(json.dumps({
         "environment": environment,
         "check": [{"lengths": [3, 4], "spread": 0.0, "eager_tokens_differ": 0, "scale": 1.0}],
-        "time": [{"tokens": 64, "eager": clocks}],
+        "time": [{"tokens": 64, "eager": {**clocks, "peak_bytes": 3 << 28}}, {"tokens": 65, "eager": clocks}],
         "capture": None,
     })))  # fmt: skip
     text = capsys.readouterr().out
     assert "3+4" in text
     assert "1.00 (0.50 .. 2.00)" in text
+    assert ["64", "0.750", "-"] in [line.split() for line in text.splitlines()], "device memory of a forward"
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "bench").glob("*.json"))])

@@ -78,6 +78,7 @@ def pool() -> Any:
     return SimpleNamespace(
         full_to_swa_index_mapping=mapping, translate_loc_from_full_to_swa=lambda loc: mapping[loc], swa_page_size=128,
         layer_transfer_counter=None, request_window=None, swa_req_ring_size=None, start_layer=3, layer_num=4,
+        get_ring_size=lambda compress_ratio: {4: 8, 128: 128}[compress_ratio],
     )  # fmt: skip
 
 
@@ -93,8 +94,8 @@ def backend(cls: type) -> Any:
         "online_c128_mtp": SimpleNamespace(prepare_forward=lambda *_, **__: 0), "is_draft_runner": False,
         "enable_deepseek_v4_fp4_indexer": False, "dsa_topk_backend": SimpleNamespace(should_use_topk_v2=lambda: False),
         "enable_decoder_swa_bounded_replay": False, "forward_metadata": None, "hisparse_coordinator": None,
-        "live_rows": 0, "tables": None, "_unproven": None, "_over": None, "_given": None, "_building": None, "_holder": None,
-        "_waiting": {}, "_projected": None,
+        "live_rows": 0, "tables": None, "_unproven": None, "_over": None, "_building": None, "_holder": None, "_waiting": {},
+        "_projected": None,
     }  # fmt: skip
     for name, value in given.items():
         setattr(made, name, value)
@@ -305,7 +306,7 @@ class Launches(TorchDispatchMode):
 
         def convert(compress_ratio: int, *, req_pool_indices: Any, seq_lens: Any, extend_lens: Any, **how: Any) -> Any:
             lens = [tensor.to(torch.int64) for tensor in (req_pool_indices, seq_lens, extend_lens)]
-            return MODULE._plan(compress_ratio, seq_lens=lens[1], extend_lens=lens[2], **how)
+            return MODULE._plan(compress_ratio, req_pool_indices=lens[0], seq_lens=lens[1], extend_lens=lens[2], **how)
 
         monkeypatch.setattr(MODULE, "create_paged_compressor_data", convert)
         for name, method in self.kernels:
@@ -664,8 +665,8 @@ def test_the_registry_gives_our_backend_for_what_we_know(monkeypatch: pytest.Mon
         assert made.selects_in_breaks
         assert made._unproven is None, "without a GPU there is no kernel to prove"
         made = run.registry["dsv4"]({"req_to_token": SimpleNamespace(is_cuda=True)})
-        tables = made._unproven(made, ours()._live_metadata(batch([(0, BUCKET)]), BUCKET).core_attn_metadata)
-        assert isinstance(tables._make_schedule(), object)
+        tables = made._unproven(made, ours()._live_metadata(batch([(0, BUCKET)]), BUCKET))
+        assert tables._make_schedule is resolve(SEAMS["dsv4.schedule"])
         other = type("Other", (HOST,), {})
         for runner in ({"is_draft_runner": True}, {"low_ratios": (1, 2)}, {"cls": other},
                        {"enable_decoder_swa_bounded_replay": True}):  # fmt: skip

@@ -12,8 +12,8 @@ the break only zeroes its output: what it would read has not been computed.
   (``REBIND``) is the live batch's, cut to its real rows, and is dropped when another batch comes:
   one batch's tables live at a time, whatever the ladder. A field without a policy stops at start.
 * On a GPU one kernel writes both halves (:mod:`sglang_bcg_dsa.backends.dsv4_tables`), the first at its captured
-  address, once it has shown at start that it gives what SGLang's builders give; else those build. Compression plans
-  and schedules are SGLang's always.
+  address, once it has shown at start that it gives what SGLang's builders give; else those build, as they do for online
+  compression. The selection's schedules are SGLang's always.
 * Online compression plans on the host, for the live batch: its C128 compressor leaves the segment
   as the indexer does, and its plan is rebound. A captured kernel would read the plan of capture.
 * The break writes the caller's output: the real rows, and zeroes below them. A rank without tokens
@@ -39,7 +39,7 @@ from sglang_bcg_dsa.hostfacts import is_idle
 from sglang_bcg_dsa.metadata import Contract, Policy, known
 
 if TYPE_CHECKING:
-    from sglang_bcg_dsa.backends.dsv4_tables import Requests, Tables
+    from sglang_bcg_dsa.backends.dsv4_tables import Tables
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def with_replay(
     """A subclass of the host's DSV4 backend for prefill graphs. It keeps the class's name.
 
     ``captured``: see :func:`contract`; ``real_tokens``: the field of a batch that counts its real tokens;
-    ``make_tables``: makes what writes tables, given the backend and core metadata that SGLang built; None: SGLang does.
+    ``make_tables``: makes what writes tables, given the backend and metadata that SGLang built; None: SGLang builds.
     """
 
     class DeepseekV4AttnBackend(base):  # type: ignore[misc]
@@ -153,7 +153,6 @@ def with_replay(
             self._unproven = make_tables
             self._building: int | None = None
             self._over: Any = None
-            self._given: Requests | None = None
             self._holder: Any = None
             self._waiting: dict[str, Any] = {}
             self._projected: tuple[Any, torch.Tensor] | None = None
@@ -174,11 +173,12 @@ def with_replay(
 
             why = None
             with dsv4_tables.made_up(batch, self.req_to_token, self._full_to_swa()) as batches:
+                tables = None
                 for made, rows in batches:
-                    host = self._live_metadata(made, rows).core_attn_metadata
+                    host = self._live_metadata(made, rows)
                     try:
-                        tables = make(self, host)
-                        ours = self._live_metadata(made, rows, dsv4_tables.blank(host), tables).core_attn_metadata
+                        tables = tables or make(self, host)
+                        ours = self._live_metadata(made, rows, dsv4_tables.blank(host), tables)
                         field = dsv4_tables.difference(ours, host, CORE)
                         why = None if field is None else f"{field} came out different"
                     except MetadataError as error:
@@ -203,7 +203,7 @@ def with_replay(
         ) -> None:
             padded = forward_batch if static_forward_batch is None else static_forward_batch
             rows = 0 if is_idle(forward_batch) else getattr(padded, real_tokens)
-            live = self._live_metadata(padded, rows, capture_metadata.core_attn_metadata, self.tables)
+            live = self._live_metadata(padded, rows, capture_metadata, self.tables)
             captured.refresh(capture_metadata, live)
             self._holder = self.forward_metadata = capture_metadata
             pool = self.token_to_kv_pool
@@ -214,7 +214,7 @@ def with_replay(
         def _live_metadata(self, batch: Any, rows: int, over: Any = None, tables: Tables | None = None) -> Any:
             """Metadata at the width of the batch, with bucket rows where it is copied, else real rows.
 
-            With ``tables``, what is copied is already refreshed: its tensors are those of ``over``, core metadata.
+            With ``tables``, what is copied is already refreshed: its tensors are those of ``over``.
             """
             if self._holder is not None:
                 captured.release(self._holder)
@@ -225,33 +225,21 @@ def with_replay(
             try:
                 found = self._build_forward_metadata(batch, max_seq_len_override=width, use_prefill_cuda_graph=True)
             finally:
-                self._building = self._over = self._given = None
+                self._building = self._over = None
             if tables is None:
                 target = self.token_to_kv_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
                 found.core_attn_metadata.swa_out_cache_loc = target.to(torch.int32)
             return found
 
-        def expand_prefill_casually(self, *, num_tokens: int, req_pool_indices: Any, **given: Any) -> Any:
-            if self._over is None:
-                return super().expand_prefill_casually(num_tokens=num_tokens, req_pool_indices=req_pool_indices, **given)
-            from sglang_bcg_dsa.backends import dsv4_tables
-
-            lens = given["seq_lens_tensor"]
-            self._given = dsv4_tables.Requests(req_pool_indices, lens, given["extend_seq_lens_tensor"], num_tokens)
-            # The kernel expands them; make_core_attn_metadata gets them back.
-            return lens, req_pool_indices
+        def init_forward_metadata_prefill(self, *args: Any, **given: Any) -> Any:
+            if self._over is None or self._building is None:
+                return super().init_forward_metadata_prefill(*args, **given)
+            tables, over = self._over
+            live = tables.write(over, given, req_to_token=self.req_to_token, full_to_swa=self._full_to_swa(), live=self._building)
+            live.indexer_metadata = self.init_forward_metadata_indexer(live.core_attn_metadata)
+            return live
 
         def make_core_attn_metadata(self, **given: Any) -> Any:
-            if self._over is not None and self._building is not None and self._given is not None:
-                from sglang_bcg_dsa.backends import dsv4_tables
-
-                if asked := [name for name, value in given.items() if value is not None and name not in dsv4_tables.GIVEN]:
-                    raise MetadataError(f"DSV4 metadata is asked for with {', '.join(asked)}, which the kernel does not know")
-                tables, over = self._over
-                return tables.write(
-                    over, self._given, req_to_token=given["req_to_token"], out_loc=given["out_loc"], width=given["max_seq_len"],
-                    full_to_swa=self._full_to_swa(), live=self._building,
-                )  # fmt: skip
             core = super().make_core_attn_metadata(**given)
             if self._building is not None:
                 # Before the selection's schedules are made from them: those are for the real rows too.

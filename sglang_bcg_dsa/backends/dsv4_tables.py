@@ -1,13 +1,15 @@
-"""The tables of a DSV4 prefill, written by one kernel.
+"""The metadata of a DSV4 prefill, written by one kernel.
 
-Contract. :meth:`Tables.write` gives what SGLang's builders of the core metadata give, bit by bit: the expansion by
-token, page tables, window, compressed lengths and slots; in one launch for about twenty. What captured kernels read
-goes to its captured address, the rest into new tensors of the live batch's real rows and width. Compression plans
-and schedules stay SGLang's: their rules differ between releases.
+Contract. :meth:`Tables.write` gives what SGLang's builders give, bit by bit: the expansion by token, page tables,
+window, compressed lengths and slots, compression plans; in one launch for about thirty. What captured kernels read goes
+to its captured address, the rest into new tensors of the live batch's real rows and width. Plans have their entries in
+the order of tokens, each in its token's row, where SGLang's are packed in the order in which threads come; kernels look
+at each entry alone. The selection's schedules stay SGLang's.
 
 It is a second implementation of what SGLang defines, so it has to prove itself at start: :func:`made_up` gives batches
 over a pool of known contents, both build, :func:`difference` names the first field that differs. The owner then
-keeps SGLang's builders. Not promised: a host whose tables differ only where no made-up batch goes.
+keeps SGLang's builders. What releases decide differently, how many of a request's last states a plan keeps, is read
+off SGLang's own plan. Not promised: a host whose tables differ only where no made-up batch goes.
 """
 
 # mypy: disable-error-code="misc,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -17,7 +19,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -31,20 +33,27 @@ WINDOW = 128
 ALIGNED = 64
 """Columns of index tables come in multiples of it: the host's ``PAGE_INDEX_ALIGNED_SIZE``."""
 _BLOCK = 1024
+COPIED = ("positions_casual", "swa_out_cache_loc", "c4_out_loc", "c128_out_loc")
+"""What captured kernels read of the core metadata, in the kernel's order."""
+PLANS = ("c4_compress_metadata", "c128_compress_metadata")
 _LENGTHS = (
     "seq_lens_casual", "swa_topk_lengths", "c4_topk_lengths_raw", "c4_topk_lengths_clamp1", "c4_sparse_topk_lengths",
     "c128_topk_lengths_clamp1",
 )  # fmt: skip
 """One number a row, in the order in which the kernel lays them."""
-GIVEN = frozenset({"req_to_token", "req_pool_indices_repeated", "seq_lens_casual", "max_seq_len", "out_loc", "need_compress",
-                   "is_prefill", "num_groups"})  # fmt: skip
-"""What SGLang's builder of core metadata may be given; ``num_groups`` shapes what only rings have."""
+GIVEN = frozenset({
+    "max_seq_len", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "num_tokens", "extend_seq_lens",
+    "extend_seq_lens_cpu", "extend_start_loc", "need_compress", "use_prefill_cuda_graph", "forward_batch",
+})  # fmt: skip
+"""What SGLang's builder may be given for tables to be written here instead."""
 _MADE_UP = 4
 """Requests of the largest batch that is made up."""
-_SCALARS = ("requests", "tokens", "live", "token_stride", "pages", "columns", "topk", "pitch")
+_SCALARS = (
+    "requests", "tokens", "live", "token_stride", "pages", "columns", "topk", "pitch", "ring4", "ring128", "tail4", "tail128",
+)  # fmt: skip
 _POINTERS = (
     "pool_indices", "seq_lens", "extend_lens", "out_loc", "req_to_token", "full_to_swa", "positions", "swa_out", "c4_out",
-    "c128_out", "lengths", "page_table", "window", "c128_slots", "c4_slots",
+    "c128_out", "plan4_c", "plan4_w", "plan128_c", "plan128_w", "lengths", "page_table", "window", "c128_slots", "c4_slots",
 )  # fmt: skip
 
 
@@ -52,12 +61,12 @@ _POINTERS = (
 @triton.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=_POINTERS)
 def write_tables(
     pool_indices, seq_lens, extend_lens, out_loc, req_to_token, full_to_swa,
-    positions, swa_out, c4_out, c128_out,
+    positions, swa_out, c4_out, c128_out, plan4_c, plan4_w, plan128_c, plan128_w,
     lengths, page_table, window, c128_slots, c4_slots,
-    requests, tokens, live, token_stride, pages, columns, topk, pitch,
+    requests, tokens, live, token_stride, pages, columns, topk, pitch, ring4, ring128, tail4, tail128,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of the bucket; rows below ``tokens`` are padding, tables are made for the first ``live``."""
+    """One program a row of the bucket; rows from ``tokens`` on are padding, tables are made for the first ``live``."""
     row = tl.program_id(0)
     # The requests that end before this row; one without new tokens ends where it begins. One by one: a batch has few,
     # and Triton's interpreter, which tests run this with, has no sums.
@@ -67,15 +76,49 @@ def write_tables(
         over = end <= row
         request += over.to(tl.int32)
         first = tl.where(over, end, first)
-    request = tl.where(row < tokens, request, requests - 1)
-    prefix = tl.load(seq_lens + request).to(tl.int32) - tl.load(extend_lens + request).to(tl.int32)
-    length = tl.where(row < tokens, prefix + row - first + 1, 1)
+    real = row < tokens
+    request = tl.where(real, request, requests - 1)
+    whole = tl.load(seq_lens + request).to(tl.int32)
+    new = row - first + 1
+    length = tl.where(real, whole - tl.load(extend_lens + request).to(tl.int32) + new, 1)
+    last = length - 1
+    holder = tl.load(pool_indices + request).to(tl.int64)
+    slots = req_to_token + holder * token_stride
     place = tl.load(out_loc + row).to(tl.int64)
 
-    tl.store(positions + row, length - 1)
+    tl.store(positions + row, last)
     tl.store(swa_out + row, tl.load(full_to_swa + place).to(tl.int32))
     tl.store(c4_out + row, tl.where(length % 4 == 0, place // 4, 0))
     tl.store(c128_out + row, tl.where(length % 128 == 0, place // 128, 0))
+
+    # States of C4 lie by slot of the window, those of C128 by request; a group reads back what came in earlier batches.
+    here = tl.load(full_to_swa + tl.load(slots + last, mask=real, other=0).to(tl.int64)).to(tl.int32)
+    there = tl.load(full_to_swa + tl.load(slots + tl.maximum(last - 4, 0), mask=real, other=0).to(tl.int64)).to(tl.int32)
+    state = here // WINDOW * ring4 + here % ring4
+    earlier = there // WINDOW * ring4 + there % ring4
+    missing = 8 - tl.minimum(new, 8)
+    ends = real & (length % 4 == 0)
+    reads = ends & (missing > 0)
+    tl.store(plan4_c + row * 4, tl.where(ends, length, -1))
+    tl.store(plan4_c + row * 4 + 1, tl.where(ends, row | (missing << 16), 0))
+    tl.store(plan4_c + row * 4 + 2, tl.where(reads, earlier // 4, -1))
+    tl.store(plan4_c + row * 4 + 3, tl.where(reads, state // 4, tl.where(ends, request, -1)))
+    kept = real & ((last >= tl.minimum(whole // 4 * 4 - 4, whole - tail4)) | (last % WINDOW >= WINDOW - 4))
+    tl.store(plan4_w + row * 2, tl.where(kept, row, -1))
+    tl.store(plan4_w + row * 2 + 1, tl.where(kept, state, -1))
+
+    ring = holder.to(tl.int32) * ring128
+    missing = 128 - tl.minimum(new, 128)
+    ends = real & (length % 128 == 0)
+    reads = ends & (missing > 0)
+    tl.store(plan128_c + row * 4, tl.where(ends, length, -1))
+    tl.store(plan128_c + row * 4 + 1, tl.where(ends, row | (missing << 16), 0))
+    tl.store(plan128_c + row * 4 + 2, tl.where(reads, (ring + tl.maximum(last - 128, 0) % ring128) // 128, -1))
+    tl.store(plan128_c + row * 4 + 3, tl.where(reads, (ring + last % ring128) // 128, tl.where(ends, request, -1)))
+    kept = real & (last >= tl.minimum(whole // 128 * 128, whole - tail128))
+    tl.store(plan128_w + row * 2, tl.where(kept, row, -1))
+    tl.store(plan128_w + row * 2 + 1, tl.where(kept, ring + last % ring128, -1))
+
     if row < live:
         groups = length // 4
         tl.store(lengths + row, length)
@@ -86,9 +129,8 @@ def write_tables(
         tl.store(lengths + 5 * pitch + row, tl.maximum(length // 128, 1))
 
         wide = row.to(tl.int64)
-        slots = req_to_token + tl.load(pool_indices + request).to(tl.int64) * token_stride
         back = tl.arange(0, WINDOW)
-        seen = tl.load(slots + length - 1 - back, mask=back < length, other=0).to(tl.int64)
+        seen = tl.load(slots + last - back, mask=back < length, other=0).to(tl.int64)
         near = tl.load(full_to_swa + seen, mask=back < length, other=-1).to(tl.int32)
         tl.store(window + wide * WINDOW + back, near)
         for start in range(0, pages, BLOCK):
@@ -97,52 +139,55 @@ def write_tables(
             tl.store(page_table + wide * pages + page, begin // PAGE, mask=page < pages)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            there = column < length // 128
-            holder = tl.load(slots + (column // (PAGE // 128)).to(tl.int64) * PAGE, mask=there, other=0)
-            slot = holder // PAGE * (PAGE // 128) + column % (PAGE // 128)
-            tl.store(c128_slots + wide * columns + column, tl.where(there, slot, -1), mask=column < columns)
+            inside = column < length // 128
+            begins = tl.load(slots + (column // (PAGE // 128)).to(tl.int64) * PAGE, mask=inside, other=0)
+            slot = begins // PAGE * (PAGE // 128) + column % (PAGE // 128)
+            tl.store(c128_slots + wide * columns + column, tl.where(inside, slot, -1), mask=column < columns)
         for start in range(0, topk, BLOCK):
             chosen = start + tl.arange(0, BLOCK)
             tl.store(c4_slots + wide * topk + chosen, tl.full([BLOCK], -1, tl.int32), mask=chosen < topk)
 
 
-class Requests(NamedTuple):
-    """The requests of a batch, by tensors of one entry each, and how many tokens are new in all."""
-
-    pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    extend_lens: torch.Tensor
-    tokens: int
-
-
 class Tables:
-    """Writes the core metadata of a batch over that of a capture."""
+    """Writes the metadata of a batch over that of a capture."""
 
-    def __init__(self, core: Any, make_schedule: Callable[[], Any], kernel: Any = write_tables) -> None:
-        """``core``: core metadata that SGLang built. Raises MetadataError when its tensors are not those written here."""
+    def __init__(self, metadata: Any, pool: Any, make_schedule: Callable[[], Any], kernel: Any = write_tables) -> None:
+        """``metadata``: what SGLang built for the first of :func:`made_up`'s batches.
+
+        Raises MetadataError when it has other tensors than are written here.
+        """
+        core = metadata.core_attn_metadata
         self._make_schedule = make_schedule
         self._kernel = kernel
         given = {field.name for field in dataclasses.fields(core) if getattr(core, field.name, None) is not None}
         self._schedules = tuple(name for name in given if name.endswith("_flashmla_metadata"))
         tensors = {name for name in given if isinstance(getattr(core, name), torch.Tensor)}
-        written = {*_LENGTHS, "positions_casual", "swa_out_cache_loc", "c4_out_loc", "c128_out_loc", "raw_out_loc", "page_table",
-                   "swa_page_indices", "c128_page_indices", "c4_sparse_page_indices", "c4_sparse_raw_indices"}  # fmt: skip
+        written = {*_LENGTHS, *COPIED, "raw_out_loc", "page_table", "swa_page_indices", "c128_page_indices",
+                   "c4_sparse_page_indices", "c4_sparse_raw_indices"}  # fmt: skip
         if tensors != written:
             raise MetadataError(f"the kernel does not write {', '.join(sorted(tensors ^ written))} as this model has it")
+        if pool.swa_page_size != WINDOW:
+            raise MetadataError(f"pages of the window have {pool.swa_page_size} tokens, the kernel knows {WINDOW}")
         self._page: int = core.page_size
         self._topk: int = core.c4_sparse_page_indices.shape[1]
+        self._rings = tuple(int(pool.get_ring_size(compress_ratio=ratio)) for ratio in (4, 128))
+        self._tails = tuple(_tail(getattr(metadata, name)) for name in PLANS)
 
-    def write(self, core: Any, batch: Requests, *, req_to_token: torch.Tensor, full_to_swa: torch.Tensor, out_loc: torch.Tensor,
-              width: int, live: int) -> Any:  # fmt: skip
-        """Metadata of the live batch whose copied fields are ``core``'s own tensors, refreshed.
+    def write(
+        self, over: Any, given: Mapping[str, Any], *, req_to_token: torch.Tensor, full_to_swa: torch.Tensor, live: int
+    ) -> Any:
+        """Metadata of the live batch, without the selection's, whose copied fields are ``over``'s tensors, refreshed.
 
-        ``out_loc`` ``[bucket]``: where each token is stored; ``width``: tokens of the longest request; ``live``: real rows.
+        ``given``: what SGLang's builder is given (:data:`GIVEN`); ``live``: real rows. Raises MetadataError when it asks
+        for more, or for rows that were not captured.
         """
+        if asked := sorted(name for name, value in given.items() if value is not None and name not in GIVEN):
+            raise MetadataError(f"DSV4 metadata is asked for with {', '.join(asked)}, which the kernel does not know")
+        core, out_loc = over.core_attn_metadata, given["out_cache_loc"]
         rows, captured = out_loc.shape[0], core.positions_casual.shape[0]
         if rows != captured or live > rows:
             raise MetadataError(f"{live} real rows and {rows} targets do not fit the {captured} rows of the capture")
-        made = copy.copy(core)
-        pages = -(-width // self._page)
+        pages = -(-given["max_seq_len"] // self._page)
         columns = _aligned(pages * (self._page // 128))
         pitch = _aligned(live)
 
@@ -150,22 +195,25 @@ class Tables:
             return torch.empty(shape, dtype=torch.int32, device=out_loc.device)
 
         lengths = table(len(_LENGTHS), pitch)
+        made, whole = copy.copy(core), copy.copy(over)
+        whole.core_attn_metadata = made
         made.page_table, made.swa_page_indices = table(live, pages), table(live, WINDOW)
         made.c128_page_indices = table(live, columns)
         made.c4_sparse_page_indices, made.c4_sparse_raw_indices = table(live, self._topk), table(live, self._topk)
         self._kernel[(rows,)](
-            batch.pool_indices, batch.seq_lens, batch.extend_lens, out_loc, req_to_token, full_to_swa,
-            core.positions_casual, core.swa_out_cache_loc, core.c4_out_loc, core.c128_out_loc,
+            given["req_pool_indices"], given["seq_lens"], given["extend_seq_lens"], out_loc, req_to_token, full_to_swa,
+            *(getattr(core, name) for name in COPIED),
+            *(part.view(torch.int32) for name in PLANS for part in getattr(over, name)[1:3]),
             lengths, made.page_table, made.swa_page_indices, made.c128_page_indices, made.c4_sparse_page_indices,
-            len(batch.pool_indices), batch.tokens, live, req_to_token.stride(0), pages, columns, self._topk, pitch,
-            PAGE=self._page, WINDOW=WINDOW, BLOCK=_BLOCK,
+            len(given["req_pool_indices"]), given["num_tokens"], live, req_to_token.stride(0), pages, columns, self._topk, pitch,
+            *self._rings, *self._tails, PAGE=self._page, WINDOW=WINDOW, BLOCK=_BLOCK,
         )  # fmt: skip
         for name, row in zip(_LENGTHS, lengths.unbind(), strict=True):
             setattr(made, name, row[:live])
         made.raw_out_loc = out_loc[:live]
         for name in self._schedules:
             setattr(made, name, self._make_schedule())
-        return made
+        return whole
 
 
 def _aligned(columns: int) -> int:
@@ -182,7 +230,7 @@ def made_up(batch: Any, req_to_token: torch.Tensor, full_to_swa: torch.Tensor) -
     No request may be in the pools.
     """
     draw = torch.Generator().manual_seed(1)
-    # The last entry of the mapping stands for "none".
+    # The mapping's last entry stands for "none".
     rows, places = len(batch.out_cache_loc), min(len(full_to_swa) - 1, 1 << 16)
     width = req_to_token.shape[1]
     slots = req_to_token[1 : 1 + _MADE_UP]
@@ -200,13 +248,18 @@ def made_up(batch: Any, req_to_token: torch.Tensor, full_to_swa: torch.Tensor) -
 
 
 def _requests(rows: int, width: int, slots: int) -> list[list[tuple[int, int]]]:
-    """(prefix, new tokens) of each request: a full bucket, one of several requests with padding, the longest context."""
+    """(prefix, new tokens) of each request.
+
+    First a full bucket that ends a group of both ratios, which shows how much a plan keeps; then several requests with
+    padding, and the longest context.
+    """
+    full = min(rows, width // 128 * 128)
     mixed = [(0, rows // 4), (253, 3), (130, 1), (2045, rows // 3)]
     fitting = [(p, n) for p, n in mixed if n > 0 and p + n <= width]
     while fitting and (len(fitting) > slots or sum(n for _, n in fitting) > rows):
         fitting.pop()
-    cases = [[(0, min(rows, width))], fitting, [(width - min(rows, width) // 2 - 1, min(rows, width) // 2 + 1)]]
-    return [case for case in cases if case]
+    half = min(rows, width) // 2 + 1
+    return [case for case in ([(-full % 128, full)], fitting, [(width - half, half)]) if case]
 
 
 def _like(batch: Any, requests: list[tuple[int, int]], places: torch.Tensor) -> Any:
@@ -225,16 +278,28 @@ def _like(batch: Any, requests: list[tuple[int, int]], places: torch.Tensor) -> 
     return made
 
 
-def blank(core: Any) -> Any:
-    """Core metadata with tensors of its own, zeroed: what a capture would hold."""
-    made = copy.copy(core)
-    for name in ("positions_casual", "swa_out_cache_loc", "c4_out_loc", "c128_out_loc"):
-        setattr(made, name, torch.zeros_like(getattr(core, name)))
+def blank(metadata: Any) -> Any:
+    """Metadata with tensors of its own, zeroed: what a capture would hold."""
+    made, core = copy.copy(metadata), copy.copy(metadata.core_attn_metadata)
+    made.core_attn_metadata = core
+    for name in COPIED:
+        setattr(core, name, torch.zeros_like(getattr(core, name)))
+    for name in PLANS:
+        plan = getattr(metadata, name)
+        setattr(made, name, plan._replace(plan_c=torch.zeros_like(plan.plan_c), plan_w=torch.zeros_like(plan.plan_w)))
     return made
 
 
 def difference(ours: Any, host: Any, policies: Mapping[str, Any]) -> str | None:
-    """The first field of core metadata that differs, or None. Waits for the device."""
+    """The first field that differs, or None. Waits for the device. ``policies``: of core metadata's fields."""
+    for name in PLANS:
+        one, other = getattr(ours, name), getattr(host, name)
+        if one.compress_ratio != other.compress_ratio:
+            return f"{name}.compress_ratio"
+        for part in ("plan_c", "plan_w"):
+            if not torch.equal(_entries(getattr(one, part)), _entries(getattr(other, part))):
+                return f"{name}.{part}"
+    ours, host = ours.core_attn_metadata, host.core_attn_metadata
     for field in dataclasses.fields(host):
         one, other = getattr(ours, field.name, None), getattr(host, field.name, None)
         if field.name == "c4_sparse_raw_indices":  # selection fills it; both leave it as it comes
@@ -248,3 +313,16 @@ def difference(ours: Any, host: Any, policies: Mapping[str, Any]) -> str | None:
         if not same:
             return field.name
     return None
+
+
+def _entries(plan: torch.Tensor) -> torch.Tensor:
+    """A plan's entries as int32, by token; entries for no token (-1) last. Their count is the plan's own."""
+    words = plan.view(torch.int32).cpu()
+    token = words[:, 1] & 0xFFFF if words.shape[1] == 4 else words[:, 0]
+    return words[torch.where(words[:, 0] == -1, 1 << 16, token).argsort(stable=True)]
+
+
+def _tail(plan: Any) -> int:
+    """How many of the last tokens of a single request keep their state. Waits for the device."""
+    tokens = {token for token, _ in plan.plan_w.view(torch.int32).tolist() if token != -1}
+    return next(n for n in range(len(plan.plan_w) + 1) if max(tokens, default=-1) - n not in tokens)

@@ -102,15 +102,15 @@ class AttentionFeature:
         metadata, core, plan = (resolve(self._seams[f"dsv4.{part}"]) for part in ("metadata", "core", "plan"))
         online = bool(resolve(self._seams["dsv4.online"])(128))
         captured = dsv4.contract(metadata, core, plan, online=online)
-        # Without a GPU there is no kernel to write tables with.
-        make_tables = self.make_tables if built.req_to_token.is_cuda else None
+        # Without a GPU there is no kernel to write tables with; online compression plans on the host.
+        make_tables = self.make_tables if built.req_to_token.is_cuda and not online else None
         return dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online, make_tables)(model_runner)
 
-    def make_tables(self, backend: Any, core: Any) -> Any:
-        """What writes the tables of DSV4 prefills; ``core``: metadata that SGLang built."""
+    def make_tables(self, backend: Any, metadata: Any) -> Any:
+        """What writes the tables of DSV4 prefills; ``metadata``: SGLang's own of a made-up batch."""
         from sglang_bcg_dsa.backends.dsv4_tables import Tables
 
-        return Tables(core, resolve(self._seams["dsv4.schedule"]))
+        return Tables(metadata, backend.token_to_kv_pool, resolve(self._seams["dsv4.schedule"]))
 
     def on_attend(
         self, original: Callable[..., None], query: Any, key_value: Any, output: Any, layer_id: int, compress_ratio: int,

@@ -215,10 +215,12 @@ def prefill_plans(
     ring_size: int,
     num_q_tokens: int,
     padded: bool,
+    tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compress and write plans, in the order of tokens; ``padded``: one of each for every token.
 
-    A token that ends a group is compressed; a token is written where a later batch may need it.
+    A token that ends a group is compressed; a token is written where a later batch may need it: ``tail`` of a request's
+    last ones in any case, because speculation may take some back.
     """
     ratio, window = compress_ratio, compress_ratio * (2 if compress_ratio == 4 else 1)
     compress: list[tuple[int, ...]] = []
@@ -229,7 +231,7 @@ def prefill_plans(
         slot = lambda position, r=request: _state_slot(  # noqa: E731
             ratio, ring_size, swa_page_size, r, position, req_to_token, full_to_state
         )
-        kept = end // ratio * ratio - (ratio if ratio == 4 else 0)
+        kept = min(end // ratio * ratio - (ratio if ratio == 4 else 0), end - tail)
         for j, position in enumerate(range(end - new, end)):
             row = first + j
             if (position + 1) % ratio == 0:
