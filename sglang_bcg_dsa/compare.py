@@ -261,7 +261,7 @@ def _send(server: ServerHandle, prompts: Sequence[Prompt], new_tokens: int, targ
 
 
 def _target(number: int, ranks: int) -> dict[str, int]:
-    return {"data_parallel_rank": number % ranks} if ranks > 1 else {}
+    return {"rank": number % ranks} if ranks > 1 else {}
 
 
 def _together(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, chance: Chance | None = None) -> Answers:
@@ -321,7 +321,7 @@ def exact(
     found = Alone(0, 0, [])
     for prompt, got in graphs.items():
         expected = eager[prompt]
-        if filled[prompt] is None or expected != again[prompt]:
+        if filled[prompt] is None or expected != again[prompt] or got.cached != expected.cached:
             continue
         found.comparable += 1
         if got == expected:

@@ -261,7 +261,7 @@ def send(outcome: Outcome, server: ServerHandle, done: Pass, say: Say, watch: Wa
             pending = [
                 pool.submit(
                     server.generate, prompt, NEW_TOKENS, return_logprob=True, timeout=_REQUEST_SECONDS,
-                    data_parallel_rank=target,
+                    rank=target if ranks > 1 else None,
                 )
                 for prompt, target in zip(wave.prompts, targets, strict=True)
             ]  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bcg_dsa.compare import Alone, Answers, Limits, Options, Outcome, Single, differences, exact, judge
-from sglang_bcg_dsa.testing import dsa_folder, platform
+from sglang_bcg_dsa.testing import dsa_folder, platform, server
 from sglang_bcg_dsa.testing.models import write_model
 from sglang_bcg_dsa.testing.server import ServerSpec
 from tests.test_rehearsal import ALL, HOST_VOTES_ON_FACTS
@@ -47,6 +47,15 @@ def test_a_difference_that_eager_does_not_show_is_a_problem() -> None:
     assert outcome(answers(0.01), answers(0), answers(0.001)).problems
     assert "other tokens" in outcome(answers(0, tokens=1), answers(0), answers(0)).problems[0]
     assert outcome(answers(0, tokens=2), answers(0), answers(0, tokens=2)).problems == []
+
+
+def test_an_answer_of_another_rank_is_found() -> None:
+    """A host drops what it does not know of a request; rows would then be counted on the wrong rank."""
+    server._check_rank([{"meta_info": {"dp_rank": 1}}], 1)
+    server._check_rank([{"meta_info": {}}], None)
+    for said in ({"dp_rank": 0}, {}):
+        with pytest.raises(RuntimeError, match="requests for DP rank 1 were answered by"):
+            server._check_rank([{"meta_info": {"dp_rank": 1}}, {"meta_info": said}], 1)
 
 
 def test_little_coverage_is_a_problem() -> None:
@@ -100,6 +109,8 @@ def test_requests_sent_alone_have_to_be_equal_bit_for_bit() -> None:
     assert "4 tokens" in found.unequal[0]
     assert exact(off, eager, eager, {**filled, prompts[3]: None}) == Alone(9, 9, [])
     assert exact(off, eager, off, filled) == Alone(9, 9, [])
+    cached = {**eager, prompts[3]: eager[prompts[3]]._replace(cached=2)}
+    assert exact(eager, cached, cached, filled) == Alone(9, 9, []), "with another cache other rows are computed"
 
 
 def test_an_unequal_request_and_too_few_comparable_ones_are_problems() -> None:

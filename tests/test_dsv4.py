@@ -76,7 +76,7 @@ def pool() -> Any:
     mapping = torch.arange(SLOTS * CONTEXT + 1) * 3 % 1009
     mapping[-1] = -1  # the host's own mark for a slot that no window reaches
     return SimpleNamespace(
-        full_to_swa_index_mapping=mapping, translate_loc_from_full_to_swa=lambda loc: mapping[loc], swa_page_size=128,
+        full_to_swa_index_mapping=mapping, translate_loc_from_full_to_swa=lambda loc: mapping[loc], swa_page_size=256,
         layer_transfer_counter=None, request_window=None, swa_req_ring_size=None, start_layer=3, layer_num=4,
         get_ring_size=lambda compress_ratio: {4: 8, 128: 128}[compress_ratio],
     )  # fmt: skip

@@ -93,19 +93,22 @@ requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, SMALL // 3)),
 
 
 PROVEN: dict[tuple[int, ...], Any] = {}
-"""Tables by rings and tails: the proof takes the interpreter a second or two."""
+"""Tables by rings, tails and pages of the window: the proof takes the interpreter a second or two."""
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(requests, min_size=1, max_size=3), st.sampled_from([(8, 128, 0, 0), (16, 256, 4, 4), (16, 256, 10, 130)]),
+@given(st.lists(requests, min_size=1, max_size=3),
+       st.sampled_from([(8, 128, 0, 0, 256), (16, 256, 4, 4, 128), (16, 256, 10, 130, 256)]),
        st.randoms(use_true_random=False))  # fmt: skip
 def test_the_kernel_writes_what_sglang_builds(
     plans: Any, batches: list[list[tuple[int, int]]], spec: tuple[int, ...], random: Any
 ) -> None:
     """Whatever requests come, in whatever slots, with padding, with rings of speculation as both hosts keep them: every
     field, bit by bit; what captured kernels read at its address."""
-    plans.update(rings=spec[:2], tails=spec[2:])
+    plans.update(rings=spec[:2], tails=spec[2:4])
     host, made = made_here.ours(), ours(rings=spec[:2])  # type: ignore[arg-type]
+    for backend in (host, made):
+        backend.token_to_kv_pool.swa_page_size = spec[4]
     if spec in PROVEN:
         made.tables, made._unproven = PROVEN[spec], None
     ones, others = captured(made), captured(host)

@@ -49,7 +49,8 @@ GIVEN = frozenset({
 _MADE_UP = 4
 """Requests of the largest batch that is made up."""
 _SCALARS = (
-    "requests", "tokens", "live", "token_stride", "pages", "columns", "topk", "pitch", "ring4", "ring128", "tail4", "tail128",
+    "requests", "tokens", "live", "token_stride", "pages", "columns", "topk", "pitch", "swa_page", "ring4", "ring128", "tail4",
+    "tail128",
 )  # fmt: skip
 _POINTERS = (
     "pool_indices", "seq_lens", "extend_lens", "out_loc", "req_to_token", "full_to_swa", "positions", "swa_out", "c4_out",
@@ -63,7 +64,7 @@ def write_tables(
     pool_indices, seq_lens, extend_lens, out_loc, req_to_token, full_to_swa,
     positions, swa_out, c4_out, c128_out, plan4_c, plan4_w, plan128_c, plan128_w,
     lengths, page_table, window, c128_slots, c4_slots,
-    requests, tokens, live, token_stride, pages, columns, topk, pitch, ring4, ring128, tail4, tail128,
+    requests, tokens, live, token_stride, pages, columns, topk, pitch, swa_page, ring4, ring128, tail4, tail128,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row of the bucket; rows from ``tokens`` on are padding, tables are made for the first ``live``."""
@@ -94,8 +95,8 @@ def write_tables(
     # States of C4 lie by slot of the window, those of C128 by request; a group reads back what came in earlier batches.
     here = tl.load(full_to_swa + tl.load(slots + last, mask=real, other=0).to(tl.int64)).to(tl.int32)
     there = tl.load(full_to_swa + tl.load(slots + tl.maximum(last - 4, 0), mask=real, other=0).to(tl.int64)).to(tl.int32)
-    state = here // WINDOW * ring4 + here % ring4
-    earlier = there // WINDOW * ring4 + there % ring4
+    state = here // swa_page * ring4 + here % ring4
+    earlier = there // swa_page * ring4 + there % ring4
     missing = 8 - tl.minimum(new, 8)
     ends = real & (length % 4 == 0)
     reads = ends & (missing > 0)
@@ -103,7 +104,7 @@ def write_tables(
     tl.store(plan4_c + row * 4 + 1, tl.where(ends, row | (missing << 16), 0))
     tl.store(plan4_c + row * 4 + 2, tl.where(reads, earlier // 4, -1))
     tl.store(plan4_c + row * 4 + 3, tl.where(reads, state // 4, tl.where(ends, request, -1)))
-    kept = real & ((last >= tl.minimum(whole // 4 * 4 - 4, whole - tail4)) | (last % WINDOW >= WINDOW - 4))
+    kept = real & ((last >= tl.minimum(whole // 4 * 4 - 4, whole - tail4)) | (last % swa_page >= swa_page - 4))
     tl.store(plan4_w + row * 2, tl.where(kept, row, -1))
     tl.store(plan4_w + row * 2 + 1, tl.where(kept, state, -1))
 
@@ -166,10 +167,9 @@ class Tables:
                    "c4_sparse_page_indices", "c4_sparse_raw_indices"}  # fmt: skip
         if tensors != written:
             raise MetadataError(f"the kernel does not write {', '.join(sorted(tensors ^ written))} as this model has it")
-        if pool.swa_page_size != WINDOW:
-            raise MetadataError(f"pages of the window have {pool.swa_page_size} tokens, the kernel knows {WINDOW}")
         self._page: int = core.page_size
         self._topk: int = core.c4_sparse_page_indices.shape[1]
+        self._swa_page = int(pool.swa_page_size)
         self._rings = tuple(int(pool.get_ring_size(compress_ratio=ratio)) for ratio in (4, 128))
         self._tails = tuple(_tail(getattr(metadata, name)) for name in PLANS)
 
@@ -206,7 +206,7 @@ class Tables:
             *(part.view(torch.int32) for name in PLANS for part in getattr(over, name)[1:3]),
             lengths, made.page_table, made.swa_page_indices, made.c128_page_indices, made.c4_sparse_page_indices,
             len(given["req_pool_indices"]), given["num_tokens"], live, req_to_token.stride(0), pages, columns, self._topk, pitch,
-            *self._rings, *self._tails, PAGE=self._page, WINDOW=WINDOW, BLOCK=_BLOCK,
+            self._swa_page, *self._rings, *self._tails, PAGE=self._page, WINDOW=WINDOW, BLOCK=_BLOCK,
         )  # fmt: skip
         for name, row in zip(_LENGTHS, lengths.unbind(), strict=True):
             setattr(made, name, row[:live])

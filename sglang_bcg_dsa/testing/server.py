@@ -165,11 +165,13 @@ class ServerHandle:
         return_logprob: bool = False,
         logprob_start_len: int | None = None,
         timeout: float = 60.0,
+        rank: int | None = None,
         **extra: Any,
     ) -> dict[str, Any]:
-        """One greedy request. ``extra`` goes into the body (``routed_dp_rank``...)."""
-        body = self._body(list(input_ids), max_new_tokens, return_logprob, logprob_start_len, extra)
+        """One greedy request to a DP rank, or to any. ``extra`` goes into the body."""
+        body = self._body(list(input_ids), max_new_tokens, return_logprob, logprob_start_len, rank, extra)
         answer: dict[str, Any] = json.loads(self.request("/generate", body, timeout))
+        _check_rank([answer], rank)
         return answer
 
     def generate_batch(
@@ -180,17 +182,19 @@ class ServerHandle:
         return_logprob: bool = False,
         logprob_start_len: int | None = None,
         timeout: float = 60.0,
+        rank: int | None = None,
         **extra: Any,
     ) -> list[dict[str, Any]]:
         """Several greedy requests in one HTTP call, so that the scheduler can batch them."""
         ids = [list(prompt) for prompt in prompts]
-        body = self._body(ids, max_new_tokens, return_logprob, logprob_start_len, extra)
+        body = self._body(ids, max_new_tokens, return_logprob, logprob_start_len, rank, extra)
         answer: list[dict[str, Any]] = json.loads(self.request("/generate", body, timeout))
+        _check_rank(answer, rank)
         return answer
 
     @staticmethod
     def _body(
-        ids: object, new: int, logprob: bool, start: int | None, extra: Mapping[str, Any]
+        ids: object, new: int, logprob: bool, start: int | None, rank: int | None, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "input_ids": ids,
@@ -199,6 +203,8 @@ class ServerHandle:
         }
         if start is not None:
             body["logprob_start_len"] = start
+        if rank is not None:
+            body["routed_dp_rank"] = rank
         return {**body, **extra}
 
     def server_info(self) -> dict[str, Any]:
@@ -224,6 +230,13 @@ class ServerHandle:
             self.process.pid,
             *(p for p in _family(self.process.pid, ()) if p != self.process.pid),
         ]
+
+
+def _check_rank(answers: Sequence[Mapping[str, Any]], rank: int | None) -> None:
+    """A field of a request that the host does not know is dropped in silence; so the answer is asked who gave it."""
+    others = {str(answer["meta_info"].get("dp_rank")) for answer in answers} - {str(rank)}
+    if rank is not None and others:
+        raise RuntimeError(f"requests for DP rank {rank} were answered by {', '.join(sorted(others))}; is routed_dp_rank known?")
 
 
 def logprobs(answer: Mapping[str, Any]) -> list[float]:
