@@ -33,6 +33,7 @@ from sglang_bcg_dsa import traffic
 from sglang_bcg_dsa.activate import host_name
 from sglang_bcg_dsa.buckets import align_up, bucket_for
 from sglang_bcg_dsa.hooks.explain import states_of
+from sglang_bcg_dsa.predicate import RunnerFacts
 from sglang_bcg_dsa.testing import weights
 from sglang_bcg_dsa.testing.server import PACKAGE_ROOT, ServerDied, ServerHandle, logprobs, running_server, working_folder
 
@@ -58,26 +59,31 @@ graph for such a step with an all-to-all)."""
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server's batches are made by: ``chunk`` tokens at most, in pages of ``page``, padded to ``ladder``."""
+    """What a server's batches are made by: ``chunk`` tokens at most, in pages of ``page``, padded as ``graphs`` say."""
 
-    ladder: tuple[int, ...]
+    graphs: RunnerFacts
     chunk: int
     page: int
 
     def company(self, extend: int) -> int | None:
         """Tokens that fill the bucket of a prompt's last chunk, ``extend`` of its tokens not being cached.
 
-        0 where none are needed, or no bucket is large enough. None where the scheduler would not put them
-        into one batch, or an earlier chunk is padded as well.
+        0 where none are needed: no bucket is large enough, or it would be mostly padding, and graphs are not used.
+        None where the scheduler would not put them into one batch, or an earlier chunk is padded as well.
         """
         last = extend if extend <= self.chunk else extend % self.chunk or self.chunk
-        if extend > self.chunk and bucket_for(self.chunk, self.ladder) not in (None, self.chunk):
+        if extend > self.chunk and self._bucket(self.chunk) != self.chunk:
             return None
-        bucket = bucket_for(last, self.ladder)
-        if bucket is None or bucket == last:
+        bucket = self._bucket(last)
+        if bucket == last:
             return 0
         # The scheduler's budget counts whole pages.
         return bucket - last if align_up(last, self.page) + align_up(bucket - last, self.page) <= self.chunk else None
+
+    def _bucket(self, tokens: int) -> int:
+        """The rows that ``tokens`` are run with."""
+        bucket = bucket_for(tokens, self.graphs.ladder)
+        return tokens if bucket is None or self.graphs.pads_too_much(tokens) else bucket
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def compare(options: Options, host_args: Sequence[str], say: Say = lambda text: 
             say(f"graphs answered; coverage {100 * (outcome.coverage or 0):.1f} %")
             with _timed(outcome, "eager"), running_server(spec("--disable-prefill-cuda-graph"), workdir, "eager") as server:
                 say("up eager; sending the same, in company")
-                chance = Chance(options.seed, limits.ladder)
+                chance = Chance(options.seed, outcome.ladder)
                 eager = _together(server, waves, outcome.ranks)
                 again = _together(server, waves, outcome.ranks, chance)
                 filled = {prompt: limits.company(len(prompt) - got.cached) for prompt, got in alone.items()}
@@ -235,8 +241,10 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> tuple[Lim
     outcome.ladder = tuple(sorted(int(bucket) for bucket in states[0]["capture"]))
     if not outcome.ladder:
         raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
-    limits = Limits(outcome.ladder, int(info["chunked_prefill_size"]), int(info["page_size"]))
-    return limits, traffic.waves(options.seed, options.requests, outcome.ranks, limits.ladder, limits.chunk, _VOCABULARY)
+    padding = states[0]["padding"]
+    graphs = RunnerFacts(outcome.ladder, padding_factor=padding["factor"], padding_free=padding["free"])
+    limits = Limits(graphs, int(info["chunked_prefill_size"]), int(info["page_size"]))
+    return limits, traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, limits.chunk, _VOCABULARY)
 
 
 class Chance:
@@ -317,11 +325,19 @@ def exact(
     again: Mapping[Prompt, Single],
     filled: Mapping[Prompt, int | None],
 ) -> Alone:
-    """Compare requests that were computed with the same rows, bit for bit."""
+    """Compare requests that were computed with the same rows, bit for bit; ``graphs`` in the order in which they were sent.
+
+    What a request reads from the cache has to be comparable as well.
+    """
     found = Alone(0, 0, [])
+    doubtful: list[Prompt] = []
     for prompt, got in graphs.items():
         expected = eager[prompt]
-        if filled[prompt] is None or expected != again[prompt] or got.cached != expected.cached:
+        if (
+            filled[prompt] is None or expected != again[prompt] or got.cached != expected.cached
+            or (got.cached and any(prompt[: got.cached] == earlier[: got.cached] for earlier in doubtful))
+        ):  # fmt: skip
+            doubtful.append(prompt)
             continue
         found.comparable += 1
         if got == expected:

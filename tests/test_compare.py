@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bcg_dsa.compare import Alone, Answers, Limits, Options, Outcome, Single, differences, exact, judge
+from sglang_bcg_dsa.predicate import RunnerFacts
 from sglang_bcg_dsa.testing import dsa_folder, platform, server
 from sglang_bcg_dsa.testing.models import write_model
 from sglang_bcg_dsa.testing.server import ServerSpec
@@ -79,18 +80,19 @@ def test_tokens_after_the_first_other_one_are_not_compared(pairs: list[tuple[int
     assert (found.tokens, found.largest) == (1, 0.0)
 
 
-@given(st.integers(1, 600), st.sampled_from([64, 128, 192, 256]), st.sampled_from([1, 64]))
-def test_company_fills_the_bucket(extend: int, chunk: int, page: int) -> None:
-    """Invariant: an eager batch in company has the row count that the request's graph runs, in one batch."""
+@given(st.integers(1, 600), st.sampled_from([64, 128, 192, 256]), st.sampled_from([1, 64]), st.sampled_from([0, 64, 256]))
+def test_company_fills_the_bucket(extend: int, chunk: int, page: int, free: int) -> None:
+    """Invariant: an eager batch in company has the row count that the request ran with, in one batch; where its bucket
+    would be mostly padding it ran eagerly, with its own."""
     ladder = (16, 64, 128)
     last = (extend - 1) % chunk + 1
-    bucket = next((b for b in ladder if b >= last), None)
-    made = Limits(ladder, chunk, page).company(extend)
+    bucket = next((b for b in ladder if last <= b <= max(free, 2 * last)), last)
+    made = Limits(RunnerFacts(ladder, padding_free=free), chunk, page).company(extend)
     if made is None:
-        pages = -(-last // page) + -(-((bucket or last) - last) // page)
+        pages = -(-last // page) + -(-(bucket - last) // page)
         assert pages * page > chunk or (extend > chunk and chunk not in ladder)
     else:
-        assert last + made == (bucket or last) <= max(chunk, last)
+        assert last + made == bucket <= max(chunk, last)
 
 
 def single(prompt: tuple[int, ...], shift: float = 0.0) -> Single:
@@ -111,6 +113,15 @@ def test_requests_sent_alone_have_to_be_equal_bit_for_bit() -> None:
     assert exact(off, eager, off, filled) == Alone(9, 9, [])
     cached = {**eager, prompts[3]: eager[prompts[3]]._replace(cached=2)}
     assert exact(eager, cached, cached, filled) == Alone(9, 9, []), "with another cache other rows are computed"
+
+
+def test_what_was_read_from_the_cache_has_to_be_comparable_too() -> None:
+    """A prefix that was computed with other rows is another prefix: who reads it is left out; others are not."""
+    first, second, other = (7,) * 9, (7,) * 6 + (8,), (5,) * 6 + (8,)
+    eager = {p: single(p)._replace(cached=0 if p is first else 6) for p in (first, second, other)}
+    filled: dict[tuple[int, ...], int | None] = {first: None, second: 0, other: 0}
+    assert exact(eager, eager, eager, filled) == Alone(1, 1, [])
+    assert exact(eager, eager, eager, dict.fromkeys(filled, 0)) == Alone(3, 3, [])
 
 
 def test_an_unequal_request_and_too_few_comparable_ones_are_problems() -> None:

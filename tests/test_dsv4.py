@@ -664,6 +664,7 @@ def test_the_registry_gives_our_backend_for_what_we_know(monkeypatch: pytest.Mon
         assert type(made).__qualname__ == HOST.__qualname__
         assert made.selects_in_breaks
         assert made._unproven is None, "without a GPU there is no kernel to prove"
+        assert run.feature.bcg_state() == {"dsv4_tables": "SGLang"}
         made = run.registry["dsv4"]({"req_to_token": SimpleNamespace(is_cuda=True)})
         tables = made._unproven(made, ours()._live_metadata(batch([(0, BUCKET)]), BUCKET))
         assert tables._make_schedule is resolve(SEAMS["dsv4.schedule"])

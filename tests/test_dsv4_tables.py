@@ -155,6 +155,7 @@ def test_the_proof_is_given_before_the_first_capture_and_leaves_no_trace(caplog:
         captured(made)
         captured(made)
     assert isinstance(made.tables, dsv4_tables.Tables)
+    assert made.tables_by == "one kernel"
     assert torch.equal(pool, before[0])
     assert torch.equal(slots, before[1])
     (said,) = [record.getMessage() for record in caplog.records]
@@ -180,6 +181,7 @@ def test_a_kernel_that_reads_or_writes_something_else_is_not_used(wrong: str, ca
     (said,) = [record.getMessage() for record in caplog.records]
     assert "SGLang builds DSV4's tables" in said
     assert "came out different" in said
+    assert made.tables_by in said.replace("SGLang builds DSV4's tables, which makes prefills about 0.5 ms slower:", "SGLang:")
     host = made_here.ours()
     expected = replay(host, captured(host), [(700, 9), (120, 12)])
     assert dsv4_tables.difference(replay(made, over, [(700, 9), (120, 12)]), expected, dsv4.CORE) is None

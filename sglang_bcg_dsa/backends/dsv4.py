@@ -150,6 +150,8 @@ def with_replay(
             super().__init__(*args, **kwargs)
             self.live_rows = 0
             self.tables: Tables | None = None
+            self.tables_by = "SGLang"
+            """Who builds them, and why not the kernel where it was to."""
             self._unproven = make_tables
             self._building: int | None = None
             self._over: Any = None
@@ -188,9 +190,11 @@ def with_replay(
                             "sglang-bcg-dsa: SGLang builds DSV4's tables, which makes prefills about 0.5 ms slower: %s. "
                             "Answers are not affected; please report it", why,
                         )  # fmt: skip
+                        self.tables_by = f"SGLang: {why}"
                         return None
             logger.info("sglang-bcg-dsa: one kernel writes DSV4's tables; SGLang's builders gave the same for %d batches",
                         len(batches))  # fmt: skip
+            self.tables_by = "one kernel"
             return tables
 
         def _full_to_swa(self) -> torch.Tensor:

@@ -33,6 +33,9 @@ class AttentionFeature:
 
     name = "attention"
 
+    def __init__(self) -> None:
+        self._dsv4: Any = None
+
     @hookimpl
     def bcg_feature(self, config: Config, seams: SeamSet) -> Feature:
         if "attention.native" in seams:
@@ -104,7 +107,14 @@ class AttentionFeature:
         captured = dsv4.contract(metadata, core, plan, online=online)
         # Without a GPU there is no kernel to write tables with; online compression plans on the host.
         make_tables = self.make_tables if built.req_to_token.is_cuda and not online else None
-        return dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online, make_tables)(model_runner)
+        cls = dsv4.with_replay(host, captured, self._seams.field("dsv4.real_tokens"), online, make_tables)
+        self._dsv4 = cls(model_runner)
+        return self._dsv4
+
+    @hookimpl
+    def bcg_state(self) -> dict[str, Any] | None:
+        """Who builds DSV4's tables: ``one kernel``, or ``SGLang`` with what the kernel got wrong."""
+        return None if self._dsv4 is None else {"dsv4_tables": self._dsv4.tables_by}
 
     def make_tables(self, backend: Any, metadata: Any) -> Any:
         """What writes the tables of DSV4 prefills; ``metadata``: SGLang's own of a made-up batch."""

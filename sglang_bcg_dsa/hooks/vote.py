@@ -270,6 +270,13 @@ class VoteFeature:
         logger.critical("sglang-bcg-dsa: %s", message)
         return LockstepError(message)
 
+    @hookimpl
+    def bcg_state(self) -> dict[str, Any] | None:
+        """How much padding is accepted: what a batch's bucket may be, in tokens and times the batch's."""
+        if self.runner is None:
+            return None
+        return {"padding": {"factor": self.runner.padding_factor, "free": self.runner.padding_free}}
+
     # ------------------------------------------------------------------ start-up
 
     def on_runner(self, result: Any, runner: Any, model_runner: Any) -> None:
