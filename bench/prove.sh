@@ -44,6 +44,8 @@ step dsv4 400 bench --tokens 64,256,1024,2048 --check 63,64,100+28,1024,2000+100
     -- "${four[@]}" --cuda-graph-bs-prefill 64 256 1024 2048
 step dsv4-two 500 bench --tokens 64,256,1024 --check 63,64,100+28,1024,2000+1000,8192/1000 --save "$out/dsv4-two.json" \
     -- "${four[@]}" --cuda-graph-bs-prefill 64 256 1024 2048 --tp 2 --dp 2 --enable-dp-attention --moe-a2a-backend deepep
+step dsv4-http 500 compare --requests 40 --keep "$out/dsv4-http" -- "${four[@]}" --skip-tokenizer-init --enable-mixed-chunk \
+    --cuda-graph-bs-prefill 64 256 1024 2048 --tp 2 --dp 2 --enable-dp-attention --moe-a2a-backend deepep
 
 echo "failed: ${failed[*]:-none}"
 [ ${#failed[@]} -eq 0 ]

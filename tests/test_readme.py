@@ -108,7 +108,8 @@ def test_the_table_of_speeds_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "rows"), [("h200x2-sglang-0.5.16-default-ladder.json", 5), ("h200-dsv4-sglang-0.5.16-plugin.json", 2)]
+    ("file", "rows"), [("h200x2-sglang-0.5.16-default-ladder.json", 5), ("h200-dsv4-sglang-0.5.16-plugin.json", 4),
+                       ("h200x2-dsv4-sglang-0.5.16-plugin.json", 4)]
 )
 def test_other_tables_of_speeds_are_what_was_measured(file: str, rows: int) -> None:
     """Every number of the tables without another release comes from a file in ``bench/``."""
@@ -119,3 +120,18 @@ def test_other_tables_of_speeds_are_what_was_measured(file: str, rows: int) -> N
         expected.append(f"| {row['tokens']} | {eager:.1f} ms | {graphs:.1f} ms | {graphs / eager:.2f} | {wall:.2f} |")
     assert len(expected) == rows
     assert [line for line in README.splitlines() if line in expected] == expected
+
+
+def test_what_is_said_of_deepseek_v4_s_metadata_and_memory_was_measured() -> None:
+    """The refresh and the memory of graphs, from the same file; both also have targets."""
+    measured = json.loads((ROOT / "bench" / "h200-dsv4-sglang-0.5.16-plugin.json").read_text())
+    first, *_, last = measured["refresh"]
+    ours, host = ([f"{row[side]['median']:.2f}" for row in (first, last)] for side in ("plugin", "host"))
+    assert f"{ours[0]} ms at 64 tokens and {ours[1]} at 2048, SGLang's own {host[0]} and {host[1]} on the same batch" in README
+    assert f"({first['ratio']:.2f} and {last['ratio']:.2f}); no wait" in README
+    assert all(row["ratio"] <= 0.5 and not row["syncs"] for row in measured["refresh"])
+    pinned = measured["capture"]["graph_bytes"]
+    eager, beside = (measured["time"][-1][kind]["peak_bytes"] for kind in ("eager", "graphs"))
+    numbers = [f"{value / 2**30:.2f} GiB" for value in (pinned, eager, beside, pinned + beside - eager)]
+    assert f"{numbers[0]} are pinned" in README
+    assert f"allocates {numbers[1]} eager and {numbers[2]} beside its graphs: {numbers[3]} more than eager" in README
