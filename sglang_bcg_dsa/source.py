@@ -8,6 +8,7 @@ price: a name that is made at run time is not seen, so a seam must name one that
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -35,10 +36,22 @@ def tree_of(module: str) -> ast.Module:
     base = root_of(top).joinpath(*rest)
     for file in (base / "__init__.py", base.with_suffix(".py")):
         if file.is_file():
-            return ast.parse(file.read_text(encoding="utf-8"), str(file))
+            return _parse(file)
     raise Absent(f"no module {module}")
 
 
+def _parse(file: Path) -> ast.Module:
+    """Without collections of garbage: a tree makes none, and with a host loaded they are half of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"), str(file))
+    finally:
+        if collects:
+            gc.enable()
+
+
+@cache
 def names_in(module: str) -> frozenset[str]:
     """Every name a module binds at its top level, imports included."""
     found: set[str] = set()
@@ -52,6 +65,7 @@ def names_in(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
 def class_of(module: str, name: str) -> tuple[str, ast.ClassDef]:
     """A class and the module that defines it, following imports. Raises Absent."""
     for node in _statements(tree_of(module).body):
@@ -88,6 +102,7 @@ def given_to_instances(module: str, name: str) -> frozenset[str]:
     return _given(*class_of(module, name))
 
 
+@cache
 def _given(module: str, node: ast.ClassDef) -> frozenset[str]:
     found: set[str] = set()
     for statement in _statements(node.body):

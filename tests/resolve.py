@@ -3,8 +3,8 @@
 There is no such machine here. What the host reads of one while it resolves arguments is stood in for, after
 its modules were imported: that CUDA is there, capability, count, name and memory. Nothing runs on the device.
 
-One group of cases is a fork that loads SGLang's plugins as a launching process does. Standard input:
-``{"groups": {name: {"env": {...}, "cases": [argv, ...]}}}``; standard output: the same names with one result
+One group of cases is a fork that loads SGLang's plugins as a launching process does. A file has
+``{name: {"env": {...}, "cases": [argv, ...]}}``; standard output: the same names with one result
 per case: ``backend``, ``bs``, ``max_bs``, ``decode``, ``mem`` and ``log``, or ``error`` and ``status``.
 """
 
@@ -16,10 +16,9 @@ import io
 import json
 import logging
 import os
-import sys
 import tempfile
 import traceback
-import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,18 +90,16 @@ def group(order: dict[str, Any]) -> list[dict[str, Any]]:
         return [resolve(argv, lines) for argv in order["cases"]]
 
 
-def main() -> None:
-    """Fork once for each group."""
-    order = json.load(sys.stdin)
-    warnings.simplefilter("ignore")
+def main(groups: str) -> None:
+    """Fork once for each group of the file ``groups``, in a process that has imported what the host's command line has."""
     # What resolution imports on its way and what would then look for CUDA's own library.
     late = ("srt.configs.model_config", "srt.arg_groups.pipeline", "srt.arg_groups.expert_pack_hook")
-    for name in ("launch_server", "srt.server_args", *late):
+    for name in late:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"sglang.{name}")
     stand_in()
     results = {}
-    for name, cases in order["groups"].items():
+    for name, cases in json.loads(Path(groups).read_text()).items():
         with tempfile.TemporaryFile("w+") as file:
             pid = os.fork()
             if pid == 0:
@@ -119,7 +116,3 @@ def main() -> None:
             file.seek(0)
             results[name] = json.load(file)
     print("RESULT" + json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

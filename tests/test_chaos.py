@@ -1,14 +1,12 @@
 """What can happen to a rank, at random: votes and audit over real processes here; a real server by the command.
 
-One process imports the host and forks three ranks a round. ``sglang-bcg-dsa rehearse --chaos MINUTES`` runs the
+One process that has imported the host forks three ranks a round. ``sglang-bcg-dsa rehearse --chaos MINUTES`` runs the
 same kinds of faults against the rehearsal's server, and ``--layers`` as many of these rounds as asked for.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -16,13 +14,14 @@ import pytest
 
 from sglang_bcg_dsa import chaos, cli
 from sglang_bcg_dsa.testing import layers
-from tests.conftest import ROOT
+from tests.conftest import Zygote
 
 CODE = """
-import json
+import json, signal
+signal.alarm(240)
 from sglang_bcg_dsa.seams import examine
 from sglang_bcg_dsa.testing import layers
-found = layers.run(3, 7, 0.15, lambda text: None)
+found = layers.run(3, 100, 0.15, lambda text: None)
 root = layers.one_round(3, layers.Round(0, "stall", 0, 2, 0.1, 5), examine())
 layers.STALL_SECONDS, layers.END_SECONDS = 600.0, 2.0
 blind = [layers.one_round(3, layers.Round(0, kind, 1, 2, 0.1, 5), examine()) for kind in ("stop", "hang")]
@@ -31,11 +30,9 @@ print(json.dumps({"found": found, "root": root, "blind": blind}))
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
+def seen(zygote: Zygote) -> dict[str, Any]:
     """All rounds, in one process."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
-    )
+    done = zygote(code=CODE)
     assert done.returncode == 0, done.stderr[-4000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

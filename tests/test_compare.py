@@ -140,7 +140,7 @@ def test_bad_counts_are_refused(requests: int) -> None:
         Options(requests)
 
 
-def compare(tmp_path: Path, model: Path) -> tuple[int, dict[str, Any]]:
+def compare(tmp_path: Path, model: Path, preload: dict[str, str]) -> tuple[int, dict[str, Any]]:
     """The command, end to end, with the CPU platform chosen by the caller's environment: status and report."""
     kernels = tmp_path / "kernels"
     dsa_folder.write_distribution(kernels)
@@ -158,7 +158,7 @@ def compare(tmp_path: Path, model: Path) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "sglang_bcg_dsa.cli", "compare", "--json", "--requests", "24", "--keep", str(tmp_path / "k"),
          "--", *args],
-        env=spec.environment(metadata, os.environ), capture_output=True, text=True, timeout=280, check=False,
+        env=spec.environment(metadata, {**os.environ, **preload}), capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -167,20 +167,19 @@ def compare(tmp_path: Path, model: Path) -> tuple[int, dict[str, Any]]:
 # Two servers take a minute; what compares them is this package's, the same on both hosts of the suite.
 if ALL or not HOST_VOTES_ON_FACTS:
 
-    def test_a_real_server_of_the_caller_s_arguments(tmp_path: Path) -> None:
+    def test_a_real_server_of_the_caller_s_arguments(tmp_path: Path, preload: dict[str, str]) -> None:
         """SGLang's DSA model on one rank, prefixes and chunks: graphs and eager are equal on the CPU."""
-        status, report = compare(tmp_path, write_model(tmp_path / "model", "dsa"))
+        status, report = compare(tmp_path, write_model(tmp_path / "model", "dsa"), preload)
         assert (status, report["problems"]) == (0, [])
         assert (report["ranks"], report["coverage"]) == (1, 1.0)
         assert report["ladder"] == [16, 32, 64, 128]
         assert report["alone"]["comparable"] == report["alone"]["equal"] >= 20
         assert report["graphs"] == report["eager"] == {"tokens": 0, "median": 0.0, "p90": 0.0, "largest": 0.0}
 
-
-def test_a_server_that_does_not_come_up_is_a_problem_with_its_log(tmp_path: Path) -> None:
-    """Invariant: what ends a server is in the report, and says where more is; nothing is compared."""
-    status, report = compare(tmp_path, tmp_path / "nothing")
-    assert status == 1
-    assert "a server failed (--keep DIR keeps its whole log)" in report["problems"][0]
-    assert report["graphs"] is None
-    assert (tmp_path / "k/graphs.log").stat().st_size
+    def test_a_server_that_does_not_come_up_is_a_problem_with_its_log(tmp_path: Path) -> None:
+        """Invariant: what ends a server is in the report, and says where more is; nothing is compared."""
+        status, report = compare(tmp_path, tmp_path / "nothing", {})
+        assert status == 1
+        assert "a server failed (--keep DIR keeps its whole log)" in report["problems"][0]
+        assert report["graphs"] is None
+        assert (tmp_path / "k/graphs.log").stat().st_size

@@ -164,6 +164,7 @@ def group(scored: list[list[float]], end: int, ratio: int, ape: list[list[float]
 )
 @example(ratio=4, seed=0, padded=True, chunks=[1, 2, 1, 3, 1], decodes=6)
 @example(ratio=128, seed=0, padded=True, chunks=[100, 27, 1, 127], decodes=2)
+@example(ratio=4, seed=32, padded=False, chunks=[129, 119], decodes=9)
 def test_groups_do_not_depend_on_how_a_prompt_is_cut(
     ratio: int, seed: int, padded: bool, chunks: list[int], decodes: int
 ) -> None:
@@ -176,7 +177,8 @@ def test_groups_do_not_depend_on_how_a_prompt_is_cut(
     pages = torch.randperm(8 * (total // swa + 1), generator=torch.Generator().manual_seed(seed))
     to_slot = torch.stack([pages[i * (total // swa + 1) :][: total // swa + 1] for i in range(2)])
     to_slot = (to_slot[..., None] * swa + torch.arange(swa)).flatten(1)[:, :total].int()
-    to_state = torch.arange(int(to_slot.max()) + 1).flip(0) // swa * swa + torch.arange(int(to_slot.max()) + 1) % swa
+    slots = torch.arange(len(pages) * swa)
+    to_state = slots.flip(0) // swa * swa + slots % swa
     state = torch.full((len(pages) * swa // ratio + 4, ratio, columns), float("nan"))
     where = dict(req_to_token=to_slot, full_to_state=to_state, swa_page_size=swa, ring_size=ring)
     requests = torch.tensor([1, 0])

@@ -124,9 +124,7 @@ def test_a_plugin_that_sglang_shuts_out_cannot_be_named(launch: Launch, tmp_path
 
 
 _ATTRIBUTES = """
-import json, multiprocessing, sys, warnings
-warnings.simplefilter("ignore")
-import importlib
+import importlib, json, sys
 from sglang_bcg_dsa.seams import SEAMS, examine, resolve_owner
 fitting = examine()
 for seam in SEAMS:
@@ -144,19 +142,18 @@ def survey():
                         found[value.__module__ + "." + value.__qualname__ + "." + k] = id(v)
     return found
 
-if __name__ == "__main__":
-    before = survey()
-    from sglang.srt.plugins import load_plugins
-    load_plugins()
-    after = survey()
-    ours = [m for m in sys.modules if m.startswith("sglang_bcg_dsa") and "seams" not in m and "source" not in m]
-    print("RESULT", json.dumps([sorted(k for k in after if before.get(k) != after[k]), sorted(ours)]))
+before = survey()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+after = survey()
+ours = [m for m in sys.modules if m.startswith("sglang_bcg_dsa") and "seams" not in m and "source" not in m]
+print("RESULT", json.dumps([sorted(k for k in after if before.get(k) != after[k]), sorted(ours)]))
 """
 
 
-def test_not_asked_for_nothing_changes_but_the_flag(fresh: Run) -> None:
+def test_not_asked_for_nothing_changes_but_the_flag(zygote: Zygote) -> None:
     """P6: in the launching process two methods of ServerArgs, and not one other attribute of the host."""
-    done = fresh(_ATTRIBUTES)
+    done = zygote(code=_ATTRIBUTES)
     assert done.returncode == 0, done.stderr
     changed, ours = json.loads(next(s for s in done.stdout.splitlines() if s.startswith("RESULT"))[7:])
     changed = [c for c in changed if not c.startswith("sglang.srt.plugins.")]  # its own bookkeeping

@@ -1,8 +1,9 @@
 """The real server, end to end: graphs equal eager, a third-party veto in the report, every fault named.
 
-Each start of a server takes 25 to 40 s on 2 cores, so what can share one does, and the faults are divided
-between the two hosts of the suite: what notices them is this package's, the same on both.
-``BCG_DSA_TEST_ALL_FAULTS=1`` runs all of them on each.
+Each start of a server takes 25 to 40 s on 2 cores, so what can share one does, the faults are divided
+between the two hosts of the suite (what notices them is this package's, the same on both), and servers start as
+``tests/preload`` says. Two tests start theirs as users do: the first one here on the host whose graphs the plugin
+supplies, ``test_ops`` on the other. ``BCG_DSA_TEST_ALL_FAULTS=1`` runs all faults, and plain starts, on each.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ def bcg_replay_veto(batch):
 '''
 
 
-def rehearse(*args: str, path: Path | None = None, timeout: float = 280) -> tuple[int, dict[str, Any], str]:
+def rehearse(*args: str, env: dict[str, str], timeout: float = 280) -> tuple[int, dict[str, Any], str]:
     """Run the console command; (status, its JSON, its standard error)."""
-    env = {**os.environ, MARK.partition("=")[0]: MARK.partition("=")[2]}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
+    env = {**os.environ, **env, MARK.partition("=")[0]: MARK.partition("=")[2]}
     done = subprocess.run(
         [sys.executable, "-m", "sglang_bcg_dsa.cli", "rehearse", "--json", *args],
         capture_output=True, text=True, timeout=timeout, check=False, env=env, cwd=ROOT,
@@ -85,11 +84,14 @@ def third_party(folder: Path) -> Path:
     return folder
 
 
-def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Path) -> None:
+def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Path, preload: dict[str, str]) -> None:
     """Experts' tokens cross ranks, prefixes, chunks and idle ranks occur; every answer equal bit for bit;
     a plugin's own reason is counted for the rank that gave it."""
+    plain = ALL or not HOST_VOTES_ON_FACTS
+    env = {} if plain else preload
+    path = os.pathsep.join([str(third_party(tmp_path / "p")), *([] if plain else [preload["PYTHONPATH"]])])
     start = time.monotonic()
-    status, report, _ = rehearse("--model", "dsa", "--deepep", "--requests", "24", path=third_party(tmp_path / "p"))
+    status, report, _ = rehearse("--model", "dsa", "--deepep", "--requests", "24", env={**env, "PYTHONPATH": path})
     took = time.monotonic() - start
     assert status == 0, report["problems"]
     assert report["status"] == "equal"
@@ -105,14 +107,16 @@ def test_graphs_equal_eager_and_a_third_party_veto_is_in_the_report(tmp_path: Pa
     expected = "extended" if HOST_VOTES_ON_FACTS else "supplied"
     assert ranks[0]["features"]["vote"] == expected
     assert ranks[0]["features"]["moe"] == ("native" if HOST_VOTES_ON_FACTS else "supplied")
-    assert took < 180, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is 3 minutes"
+    # A quick start saves 50 s of 110 where nothing else runs.
+    promise = 180 if plain else 120
+    assert took < promise, f"2 ranks, 24 requests, both passes: {took:.0f} s; the promise is {promise} s"
 
 
 if ALL or HOST_VOTES_ON_FACTS:  # two more servers: the host that no GPU has shown it on
 
-    def test_deepseek_v4_with_graphs_equals_eager() -> None:
+    def test_deepseek_v4_with_graphs_equals_eager(preload: dict[str, str]) -> None:
         """SGLang's own model, compressors and C4 indexer: contexts that select, cached pages, chunks, an idle rank."""
-        status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "10")
+        status, report, _ = rehearse("--model", "dsv4", "--deepep", "--requests", "10", env=preload)
         assert status == 0, report["problems"]
         assert (report["status"], report["compared"], report["max_logprob_difference"]) == ("equal", 10, 0.0)
         assert all(rank["prefill"]["replay"] > 0 for rank in report["passes"][0]["ranks"])
@@ -156,9 +160,9 @@ REPLAY_FAULTS = ["skip-break", "drop-copy"] if ALL else ["drop-copy"] if HOST_VO
 
 
 @pytest.mark.parametrize("fault", RANK_FAULTS)
-def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
+def test_a_fault_of_one_rank_is_named_within_seconds(fault: str, preload: dict[str, str]) -> None:
     """The run ends by itself, with the rank and the cause, and with a status that says so."""
-    status, report, _ = rehearse("--fault", fault, "--requests", "16")
+    status, report, _ = rehearse("--fault", fault, "--requests", "16", env=preload)
     assert status == 1, report
     assert report["status"] == "failed"
     text = "\n".join(report["problems"])
@@ -169,11 +173,13 @@ def test_a_fault_of_one_rank_is_named_within_seconds(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", REPLAY_FAULTS)
-def test_a_broken_replay_is_seen(fault: str) -> None:
+def test_a_broken_replay_is_seen(fault: str, preload: dict[str, str]) -> None:
     """The comparison can fail: a replay that loses a break, or a copy, gives other numbers."""
-    status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dsa")
+    status, report, _ = rehearse("--fault", fault, "--requests", "6", "--model", "dsa", env=preload)
     assert status == 1, report
-    assert any("differ" in p or "tokens" in p for p in report["problems"])
+    problems = "\n".join(report["problems"])
+    assert report["compared"] == 6 or "KV cache slots" in problems, f"ended by something else: {problems}"
+    assert "differ" in problems or "tokens" in problems
 
 
 @pytest.mark.parametrize(

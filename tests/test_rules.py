@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +30,7 @@ from sglang_bcg_dsa.reasons import ReasonTable
 from sglang_bcg_dsa.rules import RULES, Arguments, Host, hits, settle, staging_mb
 from sglang_bcg_dsa.seams import examine, resolve
 from sglang_bcg_dsa.testing.models import write_model
-from tests.conftest import ROOT, Zygote
+from tests.conftest import Zygote
 
 SEAMS = examine()
 OWN = "moe.native" in SEAMS
@@ -190,7 +188,7 @@ def argv(model: str, dp: bool, mode: str | None, listed: bool, explicit: bool) -
 class Resolved:
     """Results of all cases, by column and name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, zygote: Zygote) -> None:
         models = {kind: str(write_model(folder / kind, kind)) for kind in ("moe", "mla")}  # type: ignore[arg-type]
         config = json.loads((folder / "mla/config.json").read_text())
         config |= {
@@ -229,11 +227,9 @@ class Resolved:
             "host": (saver, cases), "plugin": (on, cases),
             "off": (on | {"SGLANG_BCG_DSA_CONFIG": str(folder / "off.toml")}, switched),
         }  # fmt: skip
-        order = {"groups": {name: {"env": env, "cases": list(these.values())} for name, (env, these) in columns.items()}}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.resolve"], input=json.dumps(order), capture_output=True, text=True, cwd=ROOT,
-            timeout=300, check=False,
-        )  # fmt: skip
+        groups = {name: {"env": env, "cases": list(these.values())} for name, (env, these) in columns.items()}
+        (folder / "groups").write_text(json.dumps(groups))
+        done = zygote(code=f"from tests.resolve import main; main({str(folder / 'groups')!r})")
         assert done.returncode == 0, done.stderr[-3000:]
         (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT")]
         found = json.loads(line.removeprefix("RESULT"))
@@ -245,9 +241,9 @@ class Resolved:
 
 
 @pytest.fixture(scope="module")
-def resolved(tmp_path_factory: pytest.TempPathFactory) -> Resolved:
+def resolved(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Resolved:
     """All command lines, resolved once by the host alone and once with the plugin."""
-    return Resolved(tmp_path_factory.mktemp("resolved"))
+    return Resolved(tmp_path_factory.mktemp("resolved"), zygote)
 
 
 def expected(model: str, dp: bool, mode: str | None, listed: bool, explicit: bool) -> Any:

@@ -1,14 +1,19 @@
 """A process that has imported the host, and forks itself for each command line it is given.
 
 Importing SGLang takes 8 s and a suite starts it dozens of times. Each case is a fresh fork: the
-host's modules are loaded as they are when its own command line starts, no plugin is. One case is a
+host's modules are loaded as they are when its own command line starts, no plugin is. Loaded as well,
+which is half the time of a case, are the libraries that a scheduler imports, whose names go into a
+file for ``tests/preload``; and the syntax trees that the seams are looked up in. One case is a
 line of JSON on standard input: ``{"argv", "env", "path", "code"}``; the answer is one line of JSON:
 ``{"returncode", "stdout", "stderr"}``.
+
+Arguments: the folder of a model, and the file for the names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -16,6 +21,12 @@ import sys
 import tempfile
 import traceback
 import warnings
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader
+from itertools import accumulate
+from pathlib import Path
+
+NOT_LIBRARIES = frozenset({"__main__", "sglang", "sgl_kernel", "deep_ep", "sglang_bcg_dsa", "tests", "sitecustomize"})
+"""The host, this package, and what stands in for a kernel library where the test says so."""
 
 RESULT = """
 def run_server(server_args, *args, **kwargs):
@@ -96,8 +107,32 @@ def warm(model: str) -> None:
     os.environ.update(before)
 
 
+def libraries() -> str:
+    """Names of the modules, other than the host's, that a scheduler and a server's front import; imported in a fork.
+
+    A package that cannot be imported leaves modules behind; they are not meant.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        if (pid := os.fork()) == 0:
+            import sglang.srt.entrypoints.http_server
+            import sglang.srt.managers.scheduler  # noqa: F401
+
+            for name, module in list(sys.modules.items()):
+                spec = getattr(module, "__spec__", None)
+                plain = isinstance(getattr(spec, "loader", None), ExtensionFileLoader | SourceFileLoader) and spec.name == name
+                whole = all(package in sys.modules for package in accumulate(name.split("."), "{}.{}".format))
+                if plain and whole and name.partition(".")[0] not in NOT_LIBRARIES:
+                    file.write(name + "\n")
+            file.flush()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0, "the host's scheduler cannot be imported"
+        file.seek(0)
+        return file.read()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    gc.disable()
     import sglang.cli.main
     import sglang.launch_server
     import sglang.srt.plugins
@@ -106,6 +141,15 @@ if __name__ == "__main__":
     with contextlib.suppress(ImportError):
         import sglang.cli.serve  # noqa: F401
     warm(sys.argv[1])
+    names = libraries()
+    for library in names.split():
+        importlib.import_module(library)
+    Path(sys.argv[2]).write_text(names)
+    from sglang_bcg_dsa.seams import examine
+
+    examine()
+    gc.freeze()  # a collection in a fork would copy what it only looks at
+    gc.enable()
     print("READY", flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
