@@ -241,8 +241,8 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> tuple[Lim
     outcome.ladder = tuple(sorted(int(bucket) for bucket in states[0]["capture"]))
     if not outcome.ladder:
         raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
-    padding = states[0]["padding"]
-    graphs = RunnerFacts(outcome.ladder, padding_factor=padding["factor"], padding_free=padding["free"])
+    # Without our vote the host's rule holds, which is the default.
+    graphs = RunnerFacts(outcome.ladder, **{f"padding_{name}": value for name, value in states[0].get("padding", {}).items()})
     limits = Limits(graphs, int(info["chunked_prefill_size"]), int(info["page_size"]))
     return limits, traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, limits.chunk, _VOCABULARY)
 

@@ -98,7 +98,7 @@ PROVEN: dict[tuple[int, ...], Any] = {}
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(requests, min_size=1, max_size=3),
-       st.sampled_from([(8, 128, 0, 0, 256), (16, 256, 4, 4, 128), (16, 256, 10, 130, 256)]),
+       st.sampled_from([(8, 128, 0, 0, 256), (16, 256, 4, 4, 128), (16, 256, 10, 20, 256)]),
        st.randoms(use_true_random=False))  # fmt: skip
 def test_the_kernel_writes_what_sglang_builds(
     plans: Any, batches: list[list[tuple[int, int]]], spec: tuple[int, ...], random: Any
@@ -210,6 +210,27 @@ def test_an_unknown_wish_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(made, "init_forward_metadata_prefill", lambda **given: build(**given, floor=torch.zeros(1)))
     with pytest.raises(MetadataError, match="asked for with floor"):
         replay(made, over, [(700, 9)])
+
+
+class Refused:
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        raise ValueError("no compiler")
+
+
+@pytest.mark.parametrize(("what", "says"), [("compiler", "ValueError: no compiler"), ("slots", "no slot"), ("tail", "too small")])
+def test_a_server_starts_without_the_kernel(what: str, says: str, plans: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that does not compile, a pool without a slot, a bucket that does not show what a plan keeps."""
+    made = ours(Refused() if what == "compiler" else KERNEL)
+    if what == "slots":
+        made.req_to_token = made.req_to_token_pool.req_to_token = made.req_to_token[:1]
+    if what == "tail":
+        plans.update(rings=(16, 256), tails=(10, SMALL + 1))
+    over = made.init_forward_metadata_for_breakable_cuda_graph_capture(batch([(0, SMALL)], slots=[0]))
+    assert made.tables is None
+    assert says in made.tables_by
+    assert says in caplog.text
+    replay(made, over, [(3, 9)], [0])
+    assert over.core_attn_metadata.positions_casual[:9].tolist() == list(range(3, 12))
 
 
 @pytest.mark.parametrize(("rows", "live"), [(SMALL + 1, 9), (SMALL, SMALL + 1)])

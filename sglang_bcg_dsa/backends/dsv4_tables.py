@@ -248,11 +248,13 @@ def made_up(batch: Any, req_to_token: torch.Tensor, full_to_swa: torch.Tensor) -
 
 
 def _requests(rows: int, width: int, slots: int) -> list[list[tuple[int, int]]]:
-    """(prefix, new tokens) of each request.
+    """(prefix, new tokens) of each request; nothing without ``slots``.
 
     First a full bucket that ends a group of both ratios, which shows how much a plan keeps; then several requests with
     padding, and the longest context.
     """
+    if not slots:
+        return []
     full = min(rows, width // 128 * 128)
     mixed = [(0, rows // 4), (253, 3), (130, 1), (2045, rows // 3)]
     fitting = [(p, n) for p, n in mixed if n > 0 and p + n <= width]
@@ -323,6 +325,11 @@ def _entries(plan: torch.Tensor) -> torch.Tensor:
 
 
 def _tail(plan: Any) -> int:
-    """How many of the last tokens of a single request keep their state. Waits for the device."""
+    """How many of the last tokens of a single request keep their state. Waits for the device.
+
+    Raises MetadataError when all do: a longer request might keep more.
+    """
     tokens = {token for token, _ in plan.plan_w.view(torch.int32).tolist() if token != -1}
+    if tokens and len(tokens) == max(tokens) + 1:
+        raise MetadataError(f"a plan keeps all of {len(tokens)} tokens; the largest bucket is too small to see how many it would")
     return next(n for n in range(len(plan.plan_w) + 1) if max(tokens, default=-1) - n not in tokens)
