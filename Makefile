@@ -17,7 +17,7 @@ LIMIT ?= timeout --kill-after=30
 
 help:
 	@echo "make demo   rehearse the real SGLang $(DEMO_HOST) server on this CPU (first time: 4 min to install, then 2 min)"
-	@echo "make test   the whole suite on SGLang $(TEST_HOSTS) (first time: 8 min to install, then 24 min)"
+	@echo "make test   the whole suite on SGLang $(TEST_HOSTS) (first time: 8 min to install, then 18 min)"
 	@echo "make lint   ruff and mypy"
 
 demo:
@@ -27,7 +27,7 @@ demo:
 	@"$(BCG_DSA_CACHE)/host-$(DEMO_HOST)/bin/sglang-bcg-dsa" rehearse --ranks 2 --requests 24
 
 test:
-	@echo "Suite on SGLang $(TEST_HOSTS): about 8 minutes to install the first time, 24 minutes to run."
+	@echo "Suite on SGLang $(TEST_HOSTS): about 8 minutes to install the first time, 18 minutes to run."
 	@PYTHON="$(PYTHON)" BCG_DSA_CACHE="$(BCG_DSA_CACHE)" tests/host.sh --source-only $(REFUSED_HOST)
 	@set -e; for host in $(TEST_HOSTS); do \
 		PYTHON="$(PYTHON)" BCG_DSA_CACHE="$(BCG_DSA_CACHE)" tests/host.sh $$host; \
