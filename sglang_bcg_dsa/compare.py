@@ -243,7 +243,9 @@ def _look(outcome: Outcome, server: ServerHandle, options: Options) -> tuple[Lim
         raise RuntimeError("no prefill graph was captured; the server's log says why (look for 'prefill' there)")
     # Without our vote the host's rule holds, which is the default.
     graphs = RunnerFacts(outcome.ladder, **{f"padding_{name}": value for name, value in states[0].get("padding", {}).items()})
-    limits = Limits(graphs, int(info["chunked_prefill_size"]), int(info["page_size"]))
+    if (chunk := int(info["chunked_prefill_size"])) <= 0:
+        raise RuntimeError("chunked prefill is off: give --chunked-prefill-size above the largest bucket, traffic is made by it")
+    limits = Limits(graphs, chunk, int(info["page_size"]))
     return limits, traffic.waves(options.seed, options.requests, outcome.ranks, outcome.ladder, limits.chunk, _VOCABULARY)
 
 

@@ -71,7 +71,8 @@ class Contract:
         """Bring ``captured``, whose addresses a graph holds, to the values of ``live``.
 
         Both are instances of the dataclass. Raises MetadataError, naming the field, before
-        anything is written. ``live`` is not changed and may be dropped afterwards.
+        anything is written here. ``live`` is not changed and may be dropped afterwards; where its tensors are
+        ``captured``'s own, whoever made it has written them.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._fits(captured, live, copies):

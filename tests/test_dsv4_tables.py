@@ -146,6 +146,25 @@ def test_a_refresh_launches_a_sixth_of_the_host_s_own(monkeypatch: pytest.Monkey
     assert 6 * len(found["ours"]) <= len(found["host"]), found
 
 
+def test_one_kernel_serves_captures_and_prefills() -> None:
+    """Captures count new tokens in int64, prefills in int32: another type would be compiled while serving."""
+    types = set()
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def run(*args: Any, **kwargs: Any) -> None:
+                types.add(tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args))
+                KERNEL[grid](*args, **kwargs)
+
+            return run
+
+    made = ours(Noted())
+    over, padded = captured(made), batch([(700, 9)], SMALL)
+    padded.extend_seq_lens = padded.extend_seq_lens.to(torch.int32)
+    made.prepare_forward_metadata_for_breakable_cuda_graph_replay(over, batch([(700, 9)]), static_forward_batch=padded)
+    assert len(types) == 1
+
+
 def test_the_proof_is_given_before_the_first_capture_and_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     """Pools are as before; later captures prove nothing again."""
     made = ours()
@@ -159,7 +178,7 @@ def test_the_proof_is_given_before_the_first_capture_and_leaves_no_trace(caplog:
     assert torch.equal(pool, before[0])
     assert torch.equal(slots, before[1])
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.endswith("SGLang's builders gave the same for 3 batches")
+    assert said.endswith("SGLang's builders gave the same for 4 batches")
     assert made.live_rows == SMALL
 
 

@@ -171,21 +171,22 @@ def with_replay(
 
         def _proven(self, make: Callable[[Any, Any], Tables], batch: Any) -> Tables | None:
             """What writes tables, if it writes SGLang's on batches that are made up, before any request is here."""
-            from sglang_bcg_dsa.backends import dsv4_tables
+            tables, why, tried = None, "there is no slot for a request to try it with", 0
+            try:
+                from sglang_bcg_dsa.backends import dsv4_tables
 
-            tables, why = None, "there is no slot for a request to try it with"
-            with dsv4_tables.made_up(batch, self.req_to_token, self._full_to_swa()) as batches:
-                for made, rows in batches:
-                    host = self._live_metadata(made, rows)
-                    try:
+                with dsv4_tables.made_up(batch, self.req_to_token, self._full_to_swa()) as batches:
+                    for made, rows in batches:
+                        host = self._live_metadata(made, rows)
                         tables = tables or make(self, host)
                         ours = self._live_metadata(made, rows, dsv4_tables.blank(host), tables)
                         field = dsv4_tables.difference(ours, host, CORE)
                         why = "" if field is None else f"{field} came out different"
-                    except Exception as error:  # whatever the kernel's compiler says: a server is up without it
-                        why = f"{type(error).__name__}: {error}"
-                    if why:
-                        break
+                        tried += 1
+                        if why:
+                            break
+            except Exception as error:  # whatever the kernel's compiler says: a server is up without it
+                why = f"{type(error).__name__}: {error}"
             if why:
                 self.tables_by = f"SGLang: {why}"
                 logger.warning(
@@ -195,7 +196,7 @@ def with_replay(
                 return None
             self.tables_by = "one kernel"
             logger.info("sglang-bcg-dsa: one kernel writes DSV4's tables; SGLang's builders gave the same for %d batches",
-                        len(batches))  # fmt: skip
+                        tried)  # fmt: skip
             return tables
 
         def _full_to_swa(self) -> torch.Tensor:

@@ -48,6 +48,8 @@ GIVEN = frozenset({
 """What SGLang's builder may be given for tables to be written here instead."""
 _MADE_UP = 4
 """Requests of the largest batch that is made up."""
+_FEW = 256
+"""Rows of the batch with the longest context: 12 MB of tables at 1M."""
 _SCALARS = (
     "requests", "tokens", "live", "token_stride", "pages", "columns", "topk", "pitch", "swa_page", "ring4", "ring128", "tail4",
     "tail128",
@@ -201,7 +203,9 @@ class Tables:
         made.c128_page_indices = table(live, columns)
         made.c4_sparse_page_indices, made.c4_sparse_raw_indices = table(live, self._topk), table(live, self._topk)
         self._kernel[(rows,)](
-            given["req_pool_indices"], given["seq_lens"], given["extend_seq_lens"], out_loc, req_to_token, full_to_swa,
+            # int64 in captures and converted decodes, int32 in prefills: one kernel for all, the one that was proven.
+            given["req_pool_indices"], given["seq_lens"], given["extend_seq_lens"].to(torch.int32), out_loc,
+            req_to_token, full_to_swa,
             *(getattr(core, name) for name in COPIED),
             *(part.view(torch.int32) for name in PLANS for part in getattr(over, name)[1:3]),
             lengths, made.page_table, made.swa_page_indices, made.c128_page_indices, made.c4_sparse_page_indices,
@@ -239,29 +243,32 @@ def made_up(batch: Any, req_to_token: torch.Tensor, full_to_swa: torch.Tensor) -
     full_to_swa[:places] = torch.randperm(places, generator=draw).to(full_to_swa)
     try:
         yield [
-            (_like(batch, requests, torch.randint(0, places, (rows,), generator=draw)), sum(new for _, new in requests))
-            for requests in _requests(rows, width, len(slots))
+            (_like(batch, requests, torch.randint(0, places, (count,), generator=draw)), sum(new for _, new in requests))
+            for requests, count in _requests(rows, width, len(slots))
         ]
     finally:
         slots.copy_(kept[0])
         full_to_swa[:places] = kept[1]
 
 
-def _requests(rows: int, width: int, slots: int) -> list[list[tuple[int, int]]]:
-    """(prefix, new tokens) of each request; nothing without ``slots``.
+def _requests(rows: int, width: int, slots: int) -> list[tuple[list[tuple[int, int]], int]]:
+    """(prefix, new tokens) of each request, and the rows of the bucket; nothing without ``slots``.
 
-    First a full bucket that ends a group of both ratios, which shows how much a plan keeps; then several requests with
-    padding, and the longest context.
+    First a full bucket that ends a group of both ratios, which shows how much a plan keeps; several requests with
+    padding; one token each, for which SGLang plans by another path; and the longest context, in few rows: its tables
+    have its width.
     """
     if not slots:
         return []
-    full = min(rows, width // 128 * 128)
+    full, few = min(rows, width // 128 * 128), min(rows, width, _FEW)
     mixed = [(0, rows // 4), (253, 3), (130, 1), (2045, rows // 3)]
     fitting = [(p, n) for p, n in mixed if n > 0 and p + n <= width]
     while fitting and (len(fitting) > slots or sum(n for _, n in fitting) > rows):
         fitting.pop()
-    half = min(rows, width) // 2 + 1
-    return [case for case in ([(-full % 128, full)], fitting, [(width - half, half)]) if case]
+    singles = [(p, 1) for p in (131, 3, 254, 0) if p < width][: min(slots, rows)]
+    half = few // 2 + 1
+    cases = ([(-full % 128, full)], rows), (fitting, rows), (singles, rows), ([(width - half, half)], few)
+    return [(requests, count) for requests, count in cases if requests and sum(n for _, n in requests) <= count]
 
 
 def _like(batch: Any, requests: list[tuple[int, int]], places: torch.Tensor) -> Any:
