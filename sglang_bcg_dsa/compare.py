@@ -265,13 +265,13 @@ class Chance:
         return self.prompt(self._random.choice(above) if above else self._random.randint(1, 8))
 
 
-def _send(server: ServerHandle, prompts: Sequence[Prompt], new_tokens: int, target: dict[str, int]) -> dict[str, Any]:
+def _send(server: ServerHandle, prompts: Sequence[Prompt], new_tokens: int, rank: int | None) -> dict[str, Any]:
     """Send prompts in one HTTP call, so that the scheduler has all before it makes a batch; the first one's answer."""
-    return server.generate_batch(prompts, new_tokens, return_logprob=True, timeout=_REQUEST_SECONDS, **target)[0]
+    return server.generate_batch(prompts, new_tokens, return_logprob=True, timeout=_REQUEST_SECONDS, rank=rank)[0]
 
 
-def _target(number: int, ranks: int) -> dict[str, int]:
-    return {"rank": number % ranks} if ranks > 1 else {}
+def _target(number: int, ranks: int) -> int | None:
+    return number % ranks if ranks > 1 else None
 
 
 def _together(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, chance: Chance | None = None) -> Answers:
@@ -280,8 +280,8 @@ def _together(server: ServerHandle, waves: Sequence[traffic.Wave], ranks: int, c
     answers: Answers = {}
     number = 0
 
-    def one(prompts: Sequence[Prompt], target: dict[str, int]) -> Answer:
-        got = _send(server, prompts, NEW_TOKENS, target)
+    def one(prompts: Sequence[Prompt], rank: int | None) -> Answer:
+        got = _send(server, prompts, NEW_TOKENS, rank)
         return tuple(got["output_ids"]), tuple(logprobs(got))
 
     with ThreadPoolExecutor(max_workers=4 * ranks) as pool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,19 +34,14 @@ KERNEL = InterpretedFunction(dsv4_tables.write_tables.fn)
 """The same kernel, run by Triton's interpreter."""
 
 
-class Broken:
-    """The kernel with one of its arguments changed."""
+class Launched:
+    """A kernel whose launch is ``run(launch, *args, **kwargs)``, ``launch`` being the real one's."""
 
-    def __init__(self, position: int, change: Any) -> None:
-        self.position, self.change = position, change
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(*args: Any, **kwargs: Any) -> None:
-            given = list(args)
-            given[self.position] = self.change(given[self.position])
-            KERNEL[grid](*given, **kwargs)
-
-        return run
+        return partial(self.run, KERNEL[grid])
 
 
 @pytest.fixture(autouse=True)
@@ -128,11 +125,10 @@ def test_a_refresh_launches_a_sixth_of_the_host_s_own(monkeypatch: pytest.Monkey
     """Invariant: one kernel, no copy, none of SGLang's builders; what else runs narrows lengths and makes schedules."""
     launches, found = Launches(monkeypatch), {}
 
-    class Counted:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return launches.kernel("write_tables", KERNEL[grid])
+    def count(launch: Any, *args: Any, **kwargs: Any) -> None:
+        launches.kernel("write_tables", launch)(*args, **kwargs)
 
-    for name, made in (("host", made_here.backend(made_here.HOST)), ("ours", ours(Counted()))):
+    for name, made in (("host", made_here.backend(made_here.HOST)), ("ours", ours(Launched(count)))):
         lens = [(700, 9), (128, 12)]
         padded = batch(lens, SMALL)
         padded.extend_seq_lens = padded.extend_seq_lens.to(torch.int32)
@@ -150,15 +146,11 @@ def test_one_kernel_serves_captures_and_prefills() -> None:
     """Captures count new tokens in int64, prefills in int32: another type would be compiled while serving."""
     types = set()
 
-    class Noted:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            def run(*args: Any, **kwargs: Any) -> None:
-                types.add(tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args))
-                KERNEL[grid](*args, **kwargs)
+    def note(launch: Any, *args: Any, **kwargs: Any) -> None:
+        types.add(tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args))
+        launch(*args, **kwargs)
 
-            return run
-
-    made = ours(Noted())
+    made = ours(Launched(note))
     over, padded = captured(made), batch([(700, 9)], SMALL)
     padded.extend_seq_lens = padded.extend_seq_lens.to(torch.int32)
     made.prepare_forward_metadata_for_breakable_cuda_graph_replay(over, batch([(700, 9)]), static_forward_batch=padded)
@@ -194,7 +186,11 @@ WRONG = {
 @pytest.mark.parametrize("wrong", ARGUMENTS)
 def test_a_kernel_that_reads_or_writes_something_else_is_not_used(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each argument of the kernel matters to the proof: with any of them wrong SGLang builds, and the log says why."""
-    made = ours(Broken(ARGUMENTS.index(wrong), WRONG[wrong]))
+
+    def change(launch: Any, *args: Any, **kwargs: Any) -> None:
+        launch(*(WRONG[wrong](arg) if name == wrong else arg for name, arg in zip(ARGUMENTS, args, strict=True)), **kwargs)
+
+    made = ours(Launched(change))
     over = captured(made)
     assert made.tables is None
     (said,) = [record.getMessage() for record in caplog.records]
@@ -231,15 +227,14 @@ def test_an_unknown_wish_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch)
         replay(made, over, [(700, 9)])
 
 
-class Refused:
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        raise ValueError("no compiler")
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("no compiler")
 
 
 @pytest.mark.parametrize(("what", "says"), [("compiler", "ValueError: no compiler"), ("slots", "no slot"), ("tail", "too small")])
 def test_a_server_starts_without_the_kernel(what: str, says: str, plans: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A kernel that does not compile, a pool without a slot, a bucket that does not show what a plan keeps."""
-    made = ours(Refused() if what == "compiler" else KERNEL)
+    made = ours(Launched(refuse) if what == "compiler" else KERNEL)
     if what == "slots":
         made.req_to_token = made.req_to_token_pool.req_to_token = made.req_to_token[:1]
     if what == "tail":
@@ -289,7 +284,7 @@ def test_the_kernel_compiles_for_gpus(capability: int) -> None:
     from triton.compiler import ASTSource
 
     kernel = dsv4_tables.write_tables
-    wide = {"pool_indices", "seq_lens_", "out_loc", "full_to_swa", "c4_out", "c128_out"}
+    wide = {"pool_indices", "out_loc", "full_to_swa", "c4_out", "c128_out"}
     signature = {name: ("*i64" if name in wide else "*i32") for name in dsv4_tables._POINTERS}
     signature |= dict.fromkeys(dsv4_tables._SCALARS, "i32")
     constants = {"PAGE": 256, "WINDOW": 128, "BLOCK": 1024}

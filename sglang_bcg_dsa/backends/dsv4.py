@@ -171,7 +171,7 @@ def with_replay(
 
         def _proven(self, make: Callable[[Any, Any], Tables], batch: Any) -> Tables | None:
             """What writes tables, if it writes SGLang's on batches that are made up, before any request is here."""
-            tables, why, tried = None, "there is no slot for a request to try it with", 0
+            tables, why = None, "there is no slot for a request to try it with"
             try:
                 from sglang_bcg_dsa.backends import dsv4_tables
 
@@ -182,7 +182,6 @@ def with_replay(
                         ours = self._live_metadata(made, rows, dsv4_tables.blank(host), tables)
                         field = dsv4_tables.difference(ours, host, CORE)
                         why = "" if field is None else f"{field} came out different"
-                        tried += 1
                         if why:
                             break
             except Exception as error:  # whatever the kernel's compiler says: a server is up without it
@@ -196,7 +195,7 @@ def with_replay(
                 return None
             self.tables_by = "one kernel"
             logger.info("sglang-bcg-dsa: one kernel writes DSV4's tables; SGLang's builders gave the same for %d batches",
-                        tried)  # fmt: skip
+                        len(batches))  # fmt: skip
             return tables
 
         def _full_to_swa(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from sglang_bcg_dsa.buckets import align_up
 from sglang_bcg_dsa.errors import MetadataError
 from sglang_bcg_dsa.metadata import Policy
 
@@ -190,8 +191,8 @@ class Tables:
         if rows != captured or live > rows:
             raise MetadataError(f"{live} real rows and {rows} targets do not fit the {captured} rows of the capture")
         pages = -(-given["max_seq_len"] // self._page)
-        columns = _aligned(pages * (self._page // 128))
-        pitch = _aligned(live)
+        columns = align_up(pages * (self._page // 128), ALIGNED)
+        pitch = align_up(live, ALIGNED)
 
         def table(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=out_loc.device)
@@ -218,10 +219,6 @@ class Tables:
         for name in self._schedules:
             setattr(made, name, self._make_schedule())
         return whole
-
-
-def _aligned(columns: int) -> int:
-    return -(-columns // ALIGNED) * ALIGNED
 
 
 # ---------------------------------------------------------------------- the proof at start
